@@ -1,0 +1,118 @@
+"""Paged K and V of the attention layers: where the settled tokens' keys and values are kept.
+
+Every layer shares the page ids of `cache/pages.py`; token `p` of a request lies in its page p // 64 at
+lane p % 64. The target's layers are one store; the MTP module's single layer is another on the same
+page ids. Rows of a running step are not in here: attention reads them from the step's own buffers, as
+`roundtrip` gives them, and the engine writes the accepted path with `write` afterwards.
+
+What can go wrong: writing to a page somebody else reads. The store does not know owners; the engine asks
+`PageAllocator.writable` first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from soloist.cache.codecs import Codec, Planes, bytes_per_token, roundtrip
+from soloist.cache.pages import PAGE
+
+
+class KVStore:
+    """K and V of `layers` attention layers over `pages` pages, allocated once and never grown.
+
+    Storage of a plane is [layers, pages * 64, ...]; `planes` exposes it to kernels under "k.data", "v.scale", ...
+    `dtype` is the compute dtype that `read` and `roundtrip` return.
+    """
+
+    tile = PAGE  # tokens encoded together are at most a page: nothing to pack later
+
+    def __init__(
+        self,
+        *,
+        layers: int,
+        kv_heads: int,
+        head_dim: int,
+        pages: int,
+        codec_k: Codec,
+        codec_v: Codec,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.layers, self.kv_heads, self.head_dim, self.pages = layers, kv_heads, head_dim, pages
+        self.codec_k, self.codec_v = codec_k, codec_v
+        self.dtype = dtype
+        self.planes: Planes = {}
+        for part, codec in (("k", codec_k), ("v", codec_v)):
+            for name, (shape, kind) in codec.planes(kv_heads, head_dim).items():
+                # Zeros, not empty: unwritten lanes are masked, and masked NaN would still poison a product.
+                self.planes[f"{part}.{name}"] = torch.zeros((layers, pages * PAGE, *shape), dtype=kind, device=device)
+        self._lanes = torch.arange(PAGE, device=device)
+
+    @property
+    def format(self) -> str:
+        """Name of the stored format, part of every cache key: "bf16", or "fp8+int8" when K and V differ."""
+        k, v = self.codec_k.name, self.codec_v.name
+        return k if k == v else f"{k}+{v}"
+
+    @property
+    def nbytes(self) -> int:
+        return sum(plane.nbytes for plane in self.planes.values())
+
+    def bytes_per_token(self) -> int:
+        """Bytes of one token in all layers of this store, K and V."""
+        one = sum(bytes_per_token(codec, self.kv_heads, self.head_dim) for codec in (self.codec_k, self.codec_v))
+        return one * self.layers
+
+    def _part(self, part: str, layer: int) -> Planes:
+        return {name[2:]: plane[layer] for name, plane in self.planes.items() if name[0] == part}
+
+    def write(self, layer: int, index: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Store rows. index [n] int64 = page * 64 + lane, distinct; k, v [n, kv_heads, D] floating."""
+        for part, codec, x in (("k", self.codec_k, k), ("v", self.codec_v, v)):
+            planes = self._part(part, layer)
+            for name, rows in codec.encode(x, layer).items():
+                planes[name][index] = rows
+
+    def rows(self, pages: torch.Tensor | Sequence[int]) -> torch.Tensor:
+        """Row numbers [p * 64] of whole pages, in order."""
+        ids = torch.as_tensor(pages, dtype=torch.int64, device=self._lanes.device)
+        return (ids[:, None] * PAGE + self._lanes).flatten()
+
+    def read_rows(self, layer: int, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V [n, kv_heads, D] in the compute dtype of rows index [n] int64."""
+        k = {name: plane[index] for name, plane in self._part("k", layer).items()}
+        v = {name: plane[index] for name, plane in self._part("v", layer).items()}
+        return self.codec_k.decode(k, self.dtype, layer), self.codec_v.decode(v, self.dtype, layer)
+
+    def read(self, layer: int, pages: torch.Tensor | Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V [p * 64, kv_heads, D] of whole pages, in the compute dtype. Unwritten lanes hold anything finite."""
+        return self.read_rows(layer, self.rows(pages))
+
+    def roundtrip(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """k, v [n, kv_heads, D] as `read` will return them once written: what the rows of a step must read."""
+        return roundtrip(self.codec_k, k, layer), roundtrip(self.codec_v, v, layer)
+
+    def copy_page(self, source: int, destination: int) -> None:
+        """Copy one page in every layer, codes as they are."""
+        for plane in self.planes.values():
+            plane[:, destination * PAGE : (destination + 1) * PAGE] = plane[:, source * PAGE : (source + 1) * PAGE]
+
+    def export(self, pages: Sequence[int]) -> Planes:
+        """Host copies of whole pages, codes as they are: name -> [layers, p * 64, ...] on the CPU."""
+        index = self.rows(pages)
+        return {name: plane[:, index].cpu() for name, plane in self.planes.items()}
+
+    def load(self, pages: Sequence[int], planes: Planes) -> None:
+        """Put exported pages back, into any page ids. Raises ValueError when names, shapes or dtypes differ."""
+        index = self.rows(pages)
+        if planes.keys() != self.planes.keys():
+            raise ValueError(f"planes {sorted(planes)} do not belong to a {self.format} store")
+        for name, plane in self.planes.items():
+            given = planes[name]
+            expected = (self.layers, len(index), *plane.shape[2:])
+            if tuple(given.shape) != expected or given.dtype != plane.dtype:
+                raise ValueError(f"plane {name} is {tuple(given.shape)} {given.dtype}, not {expected} {plane.dtype}")
+        for name, plane in self.planes.items():
+            plane[:, index] = planes[name].to(plane.device)
