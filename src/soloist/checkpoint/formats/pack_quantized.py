@@ -1,0 +1,80 @@
+"""compressed-tensors `pack-quantized`: int4 or int8 codes in int32 words along K, group or channel scales.
+
+Words hold code + 2^(bits-1), so the packed word is the in-memory form as it stands. Scales are signed.
+Asymmetric files add `weight_zero_point`, packed the same way but along N: [ceil(N / f), K / group].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+import torch
+
+from soloist.checkpoint.shards import TensorInfo
+from soloist.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from soloist.checkpoint.formats.stored import StoredModule
+
+READ_AGAIN = "The checkpoint is damaged or of a variant Soloist does not read; download it again."
+
+
+def inspect(name: str, shape: tuple[int, int], tensors: Mapping[str, TensorInfo]) -> tuple[int, int, bool]:
+    """(bits, group, symmetric) of a module [N, K] from the shapes of its tensors. Raises CheckpointError."""
+    n, k = shape
+    packed = tensors["weight_packed"]
+    where = packed.shard.path
+    bits = next((b for b in (4, 8) if packed.shape == (n, -(-k * b // 32))), 0)
+    if not bits or packed.dtype != torch.int32:
+        raise CheckpointError(
+            f"{where}: {name}.weight_packed {list(packed.shape)} is not int4 or int8 of {[n, k]}.", READ_AGAIN
+        )
+    scale = tensors.get("weight_scale")
+    if scale is None:
+        raise CheckpointError(f"{where}: {name}.weight_scale is missing.", READ_AGAIN)
+    if scale.dtype not in (torch.float16, torch.bfloat16, torch.float32) or len(scale.shape) != 2:
+        raise CheckpointError(f"{where}: {name}.weight_scale {list(scale.shape)} is not a float matrix.", READ_AGAIN)
+    if scale.shape[0] != n or scale.shape[1] < 1 or k % scale.shape[1]:
+        raise CheckpointError(
+            f"{where}: {name}.weight_scale {list(scale.shape)} does not divide a weight of {[n, k]} into groups.",
+            READ_AGAIN,
+        )
+    if "weight_shape" in tensors:
+        stated = tensors["weight_shape"]
+        if stated.numel != 2 or tuple(int(v) for v in stated.view()) != shape:
+            raise CheckpointError(f"{where}: {name}.weight_shape disagrees with the config's {[n, k]}.", READ_AGAIN)
+    group = k // scale.shape[1]
+    if "weight_g_idx" in tensors:
+        order = tensors["weight_g_idx"].view()
+        if order.shape != (k,) or not torch.equal(order.long(), torch.arange(k) // group):
+            raise CheckpointError(
+                f"{where}: {name} is quantised with activation order (weight_g_idx), which Soloist does not read.",
+                "Use a checkpoint exported without act-order (actorder null or static).",
+            )
+    zero = tensors.get("weight_zero_point")
+    if zero is None:
+        return bits, group, True
+    if zero.shape == (-(-n * bits // 32), k // group) and zero.dtype == torch.int32:
+        return bits, group, False
+    raise CheckpointError(
+        f"{where}: {name}.weight_zero_point {list(zero.shape)} is not packed along the outputs of {[n, k]}.",
+        READ_AGAIN,
+    )
+
+
+def unpack_rows(words: torch.Tensor, bits: int, rows: int) -> torch.Tensor:
+    """int32 [ceil(rows / f), C] packed along dim 0 -> uint8 [rows, C]."""
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32).view(1, -1, 1)
+    values = (words.unsqueeze(1) >> shifts) & ((1 << bits) - 1)
+    return values.flatten(0, 1)[:rows].to(torch.uint8)
+
+
+def read(
+    stored: StoredModule, take: Callable[[str], torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """(codes, scales, zeros) in the canonical in-memory form; `take` fetches a stored tensor by suffix."""
+    codes, scales = take("weight_packed"), take("weight_scale")
+    if stored.symmetric:
+        return codes, scales, None
+    return codes, scales, unpack_rows(stored.tensors["weight_zero_point"].view(), stored.bits, stored.shape[0])
