@@ -1,0 +1,179 @@
+"""Every knob, declared once, and the one frozen object they resolve to.
+
+A flag wins over the environment, the environment over `.env`. `resolve` is pure: it takes the three sources as
+mappings and returns a `Settings` that remembers where each value came from, or raises SettingError. Only the edge
+(command line, server start) reads a Settings; rooms below get plain values.
+
+To add a knob: one field here, and code that reads `settings.<name>` (a test looks for it).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal
+
+from soloist.errors import SettingError
+from soloist.knobs import Knob, Origin, knob, lookalike, table
+
+PREFIX = "SOLOIST_"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The resolved knobs. `origins` says where each value came from, `notes` what was odd but not wrong."""
+
+    model: str = knob("demo", "Model directory, or `demo` for the bundled model.", group="Model")
+    served_name: tuple[str, ...] = knob((), "Names clients may use; default: the directory's name.", group="Model")
+    max_len: int | Literal["auto"] = knob(
+        "auto", "Longest prompt plus answer in tokens; auto: what the model and memory allow.", group="Model", low=64
+    )
+    generation_defaults: bool = knob(
+        True, "Take sampling defaults from the model's generation_config.json.", group="Model"
+    )
+
+    host: str = knob("127.0.0.1", "Address to listen on.", group="Server")
+    port: int = knob(
+        18020, "Port to listen on, and the port `soloist chat` looks at.", group="Server", low=1, high=65535
+    )
+    api_key: tuple[str, ...] = knob((), "Keys clients must present; none: keyless.", group="Server", secret=True)
+    max_queue: int = knob(64, "Requests that may wait; more are answered 503.", group="Server", low=1)
+    max_body_mb: int = knob(32, "Largest request body in MiB.", group="Server", low=1)
+    req_metrics: bool = knob(True, "Put a `metrics` object into responses.", group="Server")
+    reasoning_fields: Literal["both", "reasoning", "reasoning_content"] = knob(
+        "both", "Names under which reasoning text is returned.", group="Server"
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = knob("info", "What the server logs.", group="Server")
+
+    max_seqs: int = knob(8, "Requests decoded at the same time.", group="Scheduling", low=1, high=256)
+    prefill_slice_ms: int = knob(150, "Longest prefill slice while another request decodes.", group="Scheduling", low=1)
+
+    sampler: Literal["auto", "coupled", "rejection"] = knob(
+        "auto", "How drafts are verified when sampling; auto: coupled for requests with a seed.", group="Sampling"
+    )
+
+    device: Literal["auto", "cpu", "cuda"] = knob("auto", "Where the model runs.", group="Numerics")
+    dtype: Literal["auto", "float32", "bfloat16"] = knob(
+        "auto", "Type of activations and products; auto: float32 on a CPU, bfloat16 on a card.", group="Numerics"
+    )
+    linear: str = knob("auto", "Product backend by name; auto: the first that passes the check.", group="Numerics")
+    state_dtype: Literal["float32", "float16"] = knob(
+        "float32", "Storage type of the recurrent state.", group="Numerics"
+    )
+    threads: int = knob(0, "CPU threads of a product; 0: one per core.", group="Numerics", low=0)
+
+    origins: Mapping[str, Origin] = field(default_factory=dict, compare=False, repr=False)
+    notes: tuple[str, ...] = field(default=(), compare=False, repr=False)
+
+    def given(self, name: str) -> bool:
+        """True when the user set this knob, whatever its value."""
+        return self.origins.get(name, "default") != "default"
+
+
+KNOBS: Mapping[str, Knob] = MappingProxyType(table(Settings))
+_BY_ENV = {k.env: k for k in KNOBS.values()}
+
+# Names that other programs put into an environment and that look like one of ours.
+FOREIGN = frozenset({"HOSTS", "PORTS", "MODELS", "DEVICES", "POST", "MODE"})
+
+
+def resolve(flags: Mapping[str, str | None], environ: Mapping[str, str], dotenv: Mapping[str, str | None]) -> Settings:
+    """Merge the sources into a Settings.
+
+    flags     knob name (`max_len`) -> text; None or absent means not given. Unknown names are refused.
+    environ   the process environment. Unknown SOLOIST_* names are refused; lookalikes of knobs become notes.
+    dotenv    the parsed `.env`. Lookalikes of knobs and SOLOIST_* names are refused; other strangers become notes.
+    """
+    for name in flags:
+        if name not in KNOBS:
+            raise _unknown(name.upper(), "flag")
+    notes = _strangers_in_environment(environ) + _strangers_in_dotenv(dotenv)
+
+    values: dict[str, Any] = {}
+    origins: dict[str, Origin] = {}
+    sources: tuple[tuple[Origin, Callable[[Knob], str | None]], ...] = (
+        ("flag", lambda k: flags.get(k.name)),
+        ("environment", lambda k: environ.get(k.env)),
+        (".env", lambda k: dotenv.get(k.env)),
+    )
+    for name, item in KNOBS.items():
+        origins[name] = "default"
+        for origin, read in sources:
+            text = read(item)
+            if text is not None and (text.strip() or origin == "flag"):
+                values[name] = item.parse(text, origin)
+                origins[name] = origin
+                break
+    settings = Settings(**values, origins=MappingProxyType(origins), notes=tuple(notes))
+    for rule in RULES:
+        rule(settings)
+    return settings
+
+
+def from_process(flags: Mapping[str, str | None] | None = None, directory: Path = Path(".")) -> Settings:
+    """`resolve` with this process's environment and the `.env` of `directory`."""
+    return resolve(flags or {}, os.environ, read_dotenv(directory / ".env"))
+
+
+def read_dotenv(path: Path) -> dict[str, str | None]:
+    """The pairs of a `.env` file; empty when there is no file. A line without `=` is refused."""
+    if not path.is_file():
+        return {}
+    from dotenv import dotenv_values
+
+    pairs = dict(dotenv_values(path, interpolate=False))
+    for name, value in pairs.items():
+        if value is None:
+            raise SettingError(f"{path}: `{name}` has no value.", f"Write {name}=VALUE, or remove the line.")
+    return pairs
+
+
+def _unknown(name: str, where: str) -> SettingError:
+    plain = name.removeprefix(PREFIX)
+    near = _BY_ENV.get(plain) or lookalike(plain, KNOBS.values())
+    if near is not None and near.env == plain:
+        return SettingError(f"{name} ({where}) is not a knob.", f"Knobs have plain names: use {plain}.")
+    hint = f"Did you mean {near.env}?" if near else "`soloist knobs` lists the knobs."
+    return SettingError(f"{name} ({where}) is not a knob.", hint)
+
+
+def _strangers_in_environment(environ: Mapping[str, str]) -> list[str]:
+    notes = []
+    for name in environ:
+        if name in _BY_ENV or name in FOREIGN or not name.isupper():
+            continue
+        if name.startswith(PREFIX):
+            raise _unknown(name, "environment")
+        near = lookalike(name, KNOBS.values())
+        if near is not None:
+            notes.append(f"The environment variable {name} is not a knob and has no effect; did you mean {near.env}?")
+    return notes
+
+
+def _strangers_in_dotenv(dotenv: Mapping[str, str | None]) -> list[str]:
+    notes = []
+    for name in dotenv:
+        if name in _BY_ENV:
+            continue
+        if name.startswith(PREFIX) or lookalike(name, KNOBS.values()) is not None:
+            raise _unknown(name, ".env")
+        notes.append(f"{name} in .env is not a knob and has no effect on Soloist.")
+    return notes
+
+
+def _keys_without_spaces(settings: Settings) -> None:
+    for key in settings.api_key:
+        if any(c.isspace() for c in key):
+            raise SettingError("API_KEY contains white space.", "Separate several keys by commas, without spaces.")
+
+
+RULES: tuple[Callable[[Settings], None], ...] = (_keys_without_spaces,)
+
+
+def defaults() -> dict[str, Any]:
+    """Knob name -> default value."""
+    return {f.name: f.default for f in dataclasses.fields(Settings) if "help" in f.metadata}
