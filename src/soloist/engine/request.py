@@ -14,7 +14,10 @@ from enum import Enum
 from typing import Literal, Protocol
 
 from soloist.sampling.grammar import Grammar
+from soloist.sampling.logprobs import TokenLogprobs
 from soloist.sampling.params import SamplingParams
+
+__all__ = ["Event", "FinishReason", "Halt", "Phase", "Request", "RequestStats", "TokenLogprobs"]
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -32,16 +35,6 @@ class Phase(Enum):
     DECODE = "decode"  # in the batch
     PARKED = "parked"  # pages and state moved to host memory until the pool has room
     DONE = "done"
-
-
-@dataclass(frozen=True)
-class TokenLogprobs:
-    """Raw log-probability of an emitted (or prompt) token and of the best alternatives."""
-
-    token: int
-    logprob: float
-    rank: int
-    top: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass

@@ -62,8 +62,14 @@ class SamplingParams:
 
         finite = all(
             math.isfinite(x)
-            for x in (self.temperature, self.top_p, self.min_p, self.repetition_penalty)
-            + (self.presence_penalty, self.frequency_penalty)
+            for x in (
+                self.temperature,
+                self.top_p,
+                self.min_p,
+                self.repetition_penalty,
+                self.presence_penalty,
+                self.frequency_penalty,
+            )
         )
         check(finite, "temperature", "finite, like every sampling field")
         check(self.max_tokens >= 1, "max_tokens", "at least 1")

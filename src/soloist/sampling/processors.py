@@ -1,0 +1,216 @@
+"""From one row of raw logits to the law its token is drawn from.
+
+The order is fixed (numbers as in `target_law`): grammar mask; allowed ids, min_tokens, logit_bias;
+penalties; bad words; the thinking budget's forced token; then greedy stops, sampling goes on with
+temperature, min-p, top-k, top-p, softmax. Steps 1-4 depend on the row's own ancestors, which the
+caller has pushed on the History.
+
+A row is processed alone, in a buffer of its own, so its law cannot depend on the rows beside it. Work
+is proportional to what is asked: greedy with nothing else on is one argmax; with a top-k the vocabulary is
+passed over twice and everything after happens on the few survivors.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+
+from soloist.errors import EngineError
+from soloist.sampling.history import History
+from soloist.sampling.rng import GUMBEL_MAX, GUMBEL_MIN, Noise, perturbed_argmax
+
+# Top-p without top-k looks at this many best tokens before it sorts the whole row.
+_SORT_FIRST = 512
+
+
+@dataclass(frozen=True)
+class TargetLaw:
+    """A sparse law over token ids.
+
+    ids     int64 [n], ascending
+    scores  fp32 [n], log-probabilities up to a constant: the largest is 0
+    """
+
+    ids: np.ndarray
+    scores: np.ndarray
+
+    @cached_property
+    def probs(self) -> np.ndarray:
+        """Probabilities fp64 [n], summing to 1."""
+        weights = np.exp(self.scores.astype(np.float64))
+        return weights / weights.sum()
+
+    @classmethod
+    def point(cls, token: int) -> TargetLaw:
+        return cls(np.array([token], dtype=np.int64), np.zeros(1, dtype=np.float32))
+
+    @classmethod
+    def of(cls, ids: np.ndarray, logits: np.ndarray) -> TargetLaw:
+        """The law softmax(logits) on ascending ids; -inf entries are dropped."""
+        best = logits.max()
+        scores = (logits - best).astype(np.float32)
+        if scores.min() == -np.inf:
+            keep = np.flatnonzero(scores > -np.inf)
+            ids, scores = ids[keep], scores[keep]
+        return cls(ids, scores)
+
+    def prob(self, token: int) -> float:
+        """The probability of one token, 0 outside the support."""
+        i = int(np.searchsorted(self.ids, token))
+        return float(self.probs[i]) if i < len(self.ids) and self.ids[i] == token else 0.0
+
+    def sample(self, noise: Noise) -> int:
+        """The Gumbel-max draw: argmax of score + noise, ties to the lowest id."""
+        ids, scores = self.ids, self.scores
+        if len(ids) == 1:
+            return int(ids[0])
+        if len(ids) > 128:
+            # The best token scores at least GUMBEL_MIN; what cannot reach that with the largest noise cannot win.
+            keep = np.flatnonzero(scores > GUMBEL_MIN - GUMBEL_MAX - 1e-3)
+            ids, scores = ids[keep], scores[keep]
+        return int(ids[perturbed_argmax(ids, scores, noise)])
+
+
+def host_row(rows: torch.Tensor, index: int) -> np.ndarray:
+    """Row `index` of logits [T, V] as a read-only view (or copy) fp32 [V] on the host."""
+    return rows[index].detach().to(device="cpu", dtype=torch.float32).numpy()
+
+
+def _kth_largest(x: np.ndarray, k: int) -> np.float32:
+    return np.float32(torch.from_numpy(x).topk(k, sorted=True).values[-1].item())
+
+
+def best_places(x: np.ndarray, n: int) -> list[int]:
+    """The indices of the n largest entries of fp32 [V], best first, lowest index first among equals."""
+    if n <= 1:
+        return [int(x.argmax())][:n]
+    ids = np.flatnonzero(x >= _kth_largest(x, n)) if n < len(x) else np.arange(len(x))
+    return ids[np.argsort(-x[ids], kind="stable")][:n].tolist()
+
+
+def check_finite(best: float, index: int, what: str = "") -> None:
+    """Raise EngineError unless the maximum of row `index` is finite; `what` names constraints that may empty it."""
+    if not math.isfinite(best):
+        if best == -math.inf and what:
+            raise EngineError(f"Row {index}: {what} leave no token to emit.")
+        raise EngineError(f"The logits of row {index} are not finite (maximum {best}).")
+
+
+def _constrain(raw: np.ndarray, history: History) -> np.ndarray:
+    """Steps 1-4 without the forced token, on a private copy of the row."""
+    p = history.params
+    x = raw.copy()
+    grammar = history.grammar
+    if grammar is not None and grammar.active:
+        grammar.mask(torch.from_numpy(x))
+    if p.allowed_ids is not None:
+        allowed = np.asarray(p.allowed_ids, dtype=np.int64)
+        kept = x[allowed]
+        x.fill(-np.inf)
+        x[allowed] = kept
+    # A finished grammar allows nothing but a stop: it outranks min_tokens, or no token would be left.
+    if p.min_tokens > len(history.output) and p.stop_ids and not (grammar and grammar.active and grammar.finished):
+        x[list(p.stop_ids)] = -np.inf
+    if p.logit_bias:
+        x[list(p.logit_bias)] += np.fromiter(p.logit_bias.values(), dtype=np.float32)
+    if history.counting:
+        _penalise(x, history)
+    if p.bad_words:
+        x[history.banned_words()] = -np.inf
+    return x
+
+
+def _penalise(x: np.ndarray, history: History) -> None:
+    """Step 3 in place: repetition over prompt and output, frequency and presence over the output."""
+    p = history.params
+    if p.repetition_penalty != 1.0:
+        ids = np.flatnonzero(history.seen)
+        r = np.float32(p.repetition_penalty)
+        values = x[ids]
+        x[ids] = np.where(values > 0, values / r, values * r)
+    if p.frequency_penalty or p.presence_penalty:
+        ids = np.flatnonzero(history.counts)
+        x[ids] -= np.float32(p.frequency_penalty) * history.counts[ids].astype(np.float32)
+        x[ids] -= np.float32(p.presence_penalty)
+
+
+def processed(rows: torch.Tensor, index: int, history: History) -> np.ndarray | int:
+    """Steps 0-4 of row `index`: fp32 logits [V] (to be read, not written), or the token that is forced.
+
+    Raises EngineError if the raw row holds NaN or +inf, or if no token is allowed.
+    """
+    raw = host_row(rows, index)
+    check_finite(float(raw.max()), index)
+    forced = history.forced_token()
+    if forced is not None:
+        return forced
+    if history.plain:
+        return raw
+    x = _constrain(raw, history)
+    check_finite(float(x.max()), index, "the grammar, allowed_token_ids, min_tokens and bad_words together")
+    return x
+
+
+def greedy_token(rows: torch.Tensor, index: int, history: History) -> int:
+    """Step 5: the argmax of the processed row, lowest id on ties."""
+    x = processed(rows, index, history)
+    return x if isinstance(x, int) else int(x.argmax())
+
+
+def target_law(rows: torch.Tensor, index: int, history: History) -> TargetLaw:
+    """Steps 0-10: the law p of row `index`, whose ancestors are pushed on `history`.
+
+    rows [T, V] raw logits of any float dtype. At temperature 0 the point mass on the argmax.
+    """
+    x = processed(rows, index, history)
+    if isinstance(x, int):
+        return TargetLaw.point(x)
+    p = history.params
+    if p.greedy:
+        return TargetLaw.point(int(x.argmax()))
+    return truncated(None, x, p.temperature, p.top_k, p.top_p, p.min_p)
+
+
+def truncated(
+    ids: np.ndarray | None, logits: np.ndarray, temperature: float, top_k: int, top_p: float, min_p: float
+) -> TargetLaw:
+    """Steps 6-10 on logits fp32 [n] of ascending ids int64 [n] (None: 0..n-1).
+
+    Ties at the k-th value are all kept; among equal logits at the top-p edge the lowest ids stay.
+    """
+    with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
+        x = logits if temperature == 1.0 else logits / np.float32(temperature)
+    best = x.max()
+    if not math.isfinite(best):  # a tiny temperature overflowed: only the argmax is left
+        place = int(logits.argmax())
+        return TargetLaw.point(place if ids is None else int(ids[place]))
+    floor = np.float32(-np.inf)
+    if min_p > 0:
+        floor = np.float32(best + math.log(min_p))
+    if 0 < top_k < len(x):
+        floor = max(floor, _kth_largest(x, top_k))
+    if floor > -np.inf:
+        keep = np.flatnonzero(x >= floor)
+        x = x[keep]
+        ids = keep if ids is None else ids[keep]
+    elif ids is None:
+        ids = np.arange(len(x), dtype=np.int64)
+    law = TargetLaw.of(ids, x)
+    return law if top_p >= 1.0 else _nucleus(law, top_p)
+
+
+def _nucleus(law: TargetLaw, top_p: float) -> TargetLaw:
+    """Step 9: the smallest prefix, in order of falling probability, whose mass reaches `top_p`."""
+    head = np.arange(len(law.ids))
+    if len(head) > 2 * _SORT_FIRST:
+        first = np.flatnonzero(law.scores >= _kth_largest(law.scores, _SORT_FIRST))
+        if law.probs[first].sum() > top_p:
+            head = first
+    order = head[np.argsort(-law.scores[head], kind="stable")]
+    mass = np.cumsum(law.probs[order])
+    kept = np.sort(order[: 1 + int(np.searchsorted(mass, top_p, side="left"))])
+    return TargetLaw(law.ids[kept], law.scores[kept])
