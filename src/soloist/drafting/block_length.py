@@ -1,0 +1,152 @@
+"""How many draft rows a request puts up in its next step. One controller per request, from its own evidence only.
+
+`SaturatedRule`: the short block, until two steps in a row emitted at least a full short block while a lookup match had
+more to give; then the long block, held for `sticky` further steps. `GainRule`: the number of rows that maximises
+expected accepted tokens per millisecond, from survival estimates and a step-cost table measured at start-up.
+
+What can go wrong: under rejection sampling the row count must not depend on the value of a drawn draft. Both rules see
+lengths, finished steps and survival estimates only; the estimates of drawn nodes depend on their depth alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from soloist.errors import SettingError
+
+
+class BlockRule(Protocol):
+    """Asked once per step, after the previous step's result is known."""
+
+    def drafts(self, survival: Sequence[float]) -> bool:
+        """Whether running the drafter is worth its time; `survival` belongs to what is at hand without it."""
+
+    def limit(self, survival: Sequence[float], has_tail: bool, emitted: int, context: int, drafted: bool) -> int:
+        """Draft rows to put up.
+
+        survival  estimates of the nodes at hand, in the order they would be taken
+        has_tail  a lookup match fills positions beyond the drafter's block
+        emitted   tokens the step before emitted; 0 before the first
+        context   tokens known so far
+        drafted   whether the drafter ran for this proposal
+        """
+
+
+@dataclass(frozen=True)
+class SaturatedConfig:
+    """Knobs of the two-saturated-steps rule; lengths are draft rows.
+
+    short      the drafter's block
+    long       the long block
+    adaptive   False = always the long block
+    sticky     steps the long block is held after its evidence drops
+    cheap_ctx  contexts up to this many tokens always get the long block; 0 = off
+    """
+
+    short: int
+    long: int
+    adaptive: bool = True
+    sticky: int = 3
+    cheap_ctx: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.short <= self.long or self.sticky < 0 or self.cheap_ctx < 0:
+            raise SettingError(
+                f"Blocks of {self.short} to {self.long} rows with a hold of {self.sticky} are impossible.",
+                "Set 0 <= short <= long and a hold of 0 or more.",
+            )
+
+
+class SaturatedRule:
+    """Long blocks while a copy is running: entered after two saturated steps, left after `sticky` others."""
+
+    def __init__(self, config: SaturatedConfig) -> None:
+        self.config = config
+        self._before = False
+        self._hold = 0
+
+    def drafts(self, survival: Sequence[float]) -> bool:
+        return True
+
+    def limit(self, survival: Sequence[float], has_tail: bool, emitted: int, context: int, drafted: bool) -> int:
+        c = self.config
+        if not c.adaptive or c.short == c.long:
+            return c.long
+        if emitted == 0:
+            return c.short
+        if context <= c.cheap_ctx:
+            return c.long
+        saturated = has_tail and emitted >= 1 + c.short
+        if saturated and self._before:
+            self._hold, rows = c.sticky, c.long
+        elif self._hold > 0:
+            self._hold, rows = self._hold - 1, c.long
+        else:
+            rows = c.short
+        self._before = saturated
+        return rows
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """Milliseconds of one step. `rows[n]` is a verify of n rows (index 0 unused), `draft` one drafter run."""
+
+    rows: tuple[float, ...]
+    draft: float = 0.0
+
+    def __post_init__(self) -> None:
+        if len(self.rows) < 2 or min(self.rows[1:]) <= 0 or self.draft < 0:
+            raise SettingError("A step-cost table needs positive milliseconds for 1 row and up.", "Measure it again.")
+
+    def verify(self, rows: int) -> float:
+        """Cost of `rows` rows; beyond the table, grown by its mean slope."""
+        last = len(self.rows) - 1
+        if rows <= last:
+            return self.rows[rows]
+        slope = (self.rows[last] - self.rows[1]) / max(last - 1, 1)
+        return self.rows[last] + slope * (rows - last)
+
+
+class GainRule:
+    """The row count with the best expected tokens per millisecond, and whether drafting pays at all.
+
+    probe  after this many steps without the drafter, run it once to see whether it would pay now
+    keep   weight of the past in the running estimate of a drafted step's rate
+    """
+
+    def __init__(self, cost: StepCost, long: int, probe: int = 24, keep: float = 0.8) -> None:
+        self.cost = cost
+        self.long = long
+        self.probe = probe
+        self.keep = keep
+        self._drafted_rate: float | None = None
+        self._skipped = 0
+        self._probing = False
+
+    def _best(self, survival: Sequence[float], draft: float) -> tuple[float, int]:
+        """(tokens per ms, rows) of the best prefix of the nodes."""
+        best, rows, expected = 1.0 / (self.cost.verify(1) + draft), 0, 1.0
+        for n, alive in enumerate(survival[: self.long], 1):
+            expected += alive
+            rate = expected / (self.cost.verify(n + 1) + draft)
+            if rate > best:
+                best, rows = rate, n
+        return best, rows
+
+    def drafts(self, survival: Sequence[float]) -> bool:
+        if self._drafted_rate is None or self._drafted_rate >= self._best(survival, 0.0)[0]:
+            return True
+        self._skipped += 1
+        self._probing = self._skipped > self.probe
+        return self._probing
+
+    def limit(self, survival: Sequence[float], has_tail: bool, emitted: int, context: int, drafted: bool) -> int:
+        rate, rows = self._best(survival, self.cost.draft if drafted else 0.0)
+        if drafted:
+            # What was known before a pause is stale: a probe replaces it.
+            old = rate if self._probing or self._drafted_rate is None else self._drafted_rate
+            self._drafted_rate = self.keep * old + (1 - self.keep) * rate
+            self._probing, self._skipped = False, 0
+        return rows
