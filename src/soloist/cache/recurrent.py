@@ -1,0 +1,63 @@
+"""Recurrent and convolution state: one slot per request, as of its last settled token.
+
+A Gated DeltaNet layer cannot un-see a rejected token, so a verify step never writes here. It leaves a
+`Record` behind; `settle` moves the accepted path's end into the slots.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass
+class StateShapes:
+    """layers: how many DeltaNet layers; the rest as in the checkpoint's config."""
+
+    layers: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_channels: int
+    conv_kernel: int
+
+
+class RecurrentState:
+    """states[layer] [slots, Hv, dk, dv] in `state_dtype`; conv[layer] [slots, K-1, C] in `dtype`, oldest first."""
+
+    def __init__(
+        self,
+        shapes: StateShapes,
+        slots: int,
+        state_dtype: torch.dtype = torch.float32,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        s = shapes
+        self.shapes, self.slots, self.state_dtype, self.dtype = shapes, slots, state_dtype, dtype
+        self.states = [
+            torch.zeros(slots, s.value_heads, s.key_dim, s.value_dim, dtype=state_dtype, device=device)
+            for _ in range(s.layers)
+        ]
+        self.conv = [
+            torch.zeros(slots, s.conv_kernel - 1, s.conv_channels, dtype=dtype, device=device) for _ in range(s.layers)
+        ]
+
+    @property
+    def nbytes_per_slot(self) -> int:
+        return sum(t.nbytes for t in (*self.states, *self.conv)) // self.slots
+
+    def reset(self, slot: int) -> None:
+        """Forget everything: the state before the first token."""
+        for t in (*self.states, *self.conv):
+            t[slot].zero_()
+
+    def export(self, slot: int) -> list[torch.Tensor]:
+        """Host copies of one slot, bit for bit: states of every layer, then conv columns of every layer."""
+        return [t[slot].to("cpu", copy=True) for t in (*self.states, *self.conv)]
+
+    def load(self, slot: int, tensors: list[torch.Tensor]) -> None:
+        """Put an exported slot back, into any slot."""
+        for t, saved in zip((*self.states, *self.conv), tensors, strict=True):
+            t[slot].copy_(saved)

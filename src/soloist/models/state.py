@@ -1,0 +1,97 @@
+"""What a forward reads and leaves behind: the caches it is handed, and the record that settles later.
+
+A verify step changes no cache. Its record holds the rows' keys and values, the convolution inputs and the
+recurrent states along the tree; `settle` moves the accepted paths into the caches, and what was rejected
+was never there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from soloist.models.step import VerifyStep, token_rows
+
+
+class KV(Protocol):
+    """Paged keys and values (cache/kv.py)."""
+
+    def write(self, layer: int, index: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None: ...
+
+    def read_rows(self, layer: int, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+    def roundtrip(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+class State(Protocol):
+    """Recurrent slots (cache/recurrent.py)."""
+
+    states: list[torch.Tensor]
+    conv: list[torch.Tensor]
+    state_dtype: torch.dtype
+
+
+@dataclass
+class Caches:
+    kv: KV
+    state: State
+
+
+@dataclass
+class Record:
+    """Per layer of each kind, in layer order. kv: (k, v) [T, kv, D] as projected; conv_rows [R*(K-1) + T, C];
+    states[layer][level] [n, Hv, dk, dv]: the recurrent state after each row, level by level."""
+
+    kv: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    conv_rows: list[torch.Tensor] = field(default_factory=list)
+    states: list[list[torch.Tensor]] = field(default_factory=list)
+
+
+@dataclass
+class Features:
+    """hidden [T, H]: after the final norm; taps [T, n * H]: residual streams after the tapped layers, or None."""
+
+    hidden: torch.Tensor
+    taps: torch.Tensor | None
+    record: Record | None
+
+
+@dataclass(frozen=True)
+class AcceptedPath:
+    """Rows of the step (global indices, anchor first) that one request keeps, and where their KV goes."""
+
+    request: int
+    rows: Sequence[int]
+    pages: Sequence[int]
+    settled: int
+
+
+def settle(step: VerifyStep, record: Record, caches: Caches, paths: Sequence[AcceptedPath]) -> None:
+    """Move the accepted paths into the caches: KV compacted to consecutive positions, state and conv columns of the
+    last accepted row into the request's slot. Requests not listed keep nothing of the step."""
+    paths = [p for p in paths if p.rows]
+    if not paths:
+        return
+    rows = torch.tensor([row for p in paths for row in p.rows])
+    index = torch.cat([token_rows(p.pages, p.settled + len(p.rows))[p.settled :] for p in paths])
+    for layer, (k, v) in enumerate(record.kv):
+        caches.kv.write(layer, index, k.index_select(0, rows), v.index_select(0, rows))
+    last = torch.tensor([p.rows[-1] for p in paths])
+    slots = step.slots[torch.tensor([p.request for p in paths])]
+    columns = step.taps.index_select(0, last)[:, 1:]
+    for layer, conv in enumerate(record.conv_rows):
+        caches.state.conv[layer].index_copy_(0, slots, conv[columns])
+    by_level: dict[int, list[tuple[int, int]]] = {}
+    for p in paths:
+        level, i = step.level_of[p.rows[-1]]
+        by_level.setdefault(level, []).append((i, int(step.slots[p.request])))
+    for level, ends in by_level.items():
+        inside = torch.tensor([i for i, _ in ends])
+        into = torch.tensor([slot for _, slot in ends])
+        for layer, after in enumerate(record.states):
+            state = after[level]
+            chosen = state if len(ends) == state.shape[0] == 1 else state.index_select(0, inside)
+            caches.state.states[layer].index_copy_(0, into, chosen.to(caches.state.state_dtype))

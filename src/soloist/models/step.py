@@ -1,0 +1,158 @@
+"""What one forward is asked to do: a list of flat rows that know their parent, and tables per request.
+
+There is no uniform query length. Each running request contributes its own rows; a chain is a tree with
+one branch. A prompt on the grid is the other kind of step: consecutive rows of one request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from soloist.ops.attention import AttentionRows
+from soloist.ops.gated_delta import Level
+
+GRID = 64
+
+
+@dataclass(frozen=True)
+class RequestRows:
+    """One request's part of a verify step: the anchor, then its proposal's nodes.
+
+    parents[i] indexes this list, -1 for the settled state (only the anchor, row 0, has it). `settled` tokens
+    are in `pages` and in the state slot; the anchor's position is `settled`.
+    """
+
+    tokens: Sequence[int]
+    parents: Sequence[int]
+    settled: int
+    slot: int
+    pages: Sequence[int]
+
+
+@dataclass
+class VerifyStep:
+    """Rows of all running requests.
+
+    tokens, positions, request, parent: int64 [T]; parent is a row of the step or -1. slots [R] state slots.
+    taps int64 [T, K]: conv taps into [R * (K-1) stored columns | T rows]. levels, attention: how the reference
+    walks the rows. page_rows[r]: row numbers in the KV store of request r's settled tokens.
+    """
+
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    request: torch.Tensor
+    parent: torch.Tensor
+    slots: torch.Tensor
+    taps: torch.Tensor
+    levels: list[Level]
+    level_of: list[tuple[int, int]]
+    attention: list[AttentionRows]
+    page_rows: list[torch.Tensor]
+
+    @property
+    def rows(self) -> int:
+        return self.tokens.numel()
+
+
+@dataclass
+class PrefillStep:
+    """Rows start .. start + T of one prompt, T a multiple of 64, the last `T - valid` of them padding.
+
+    tokens int64 [T]; slot: the request's state slot; page_rows int64 [start + T]: where its tokens lie in the KV
+    store, own rows included (padding lies in the last page too and is overwritten by whoever settles there).
+    """
+
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    start: int
+    valid: int
+    slot: int
+    page_rows: torch.Tensor
+
+
+def token_rows(pages: Sequence[int], tokens: int) -> torch.Tensor:
+    """Row numbers in the KV store of the first `tokens` tokens of a request: page * 64 + lane, int64."""
+    used = torch.tensor(pages[: -(-tokens // GRID)], dtype=torch.int64)
+    return (used.unsqueeze(-1) * GRID + torch.arange(GRID)).flatten()[:tokens]
+
+
+def _lanes(parents: Sequence[int], depth: Sequence[int]) -> torch.Tensor | None:
+    """None for a chain, else [n, max depth + 1]: the row at each depth of every row's path, -1 past its end."""
+    if all(p == i - 1 for i, p in enumerate(parents)):
+        return None
+    lanes = torch.full((len(parents), max(depth) + 1), -1, dtype=torch.int64)
+    for i, p in enumerate(parents):
+        if p >= 0:
+            lanes[i] = lanes[p]
+        lanes[i, depth[i]] = i
+    return lanes
+
+
+def verify_step(batch: Sequence[RequestRows], conv_kernel: int) -> VerifyStep:
+    """Lay out one verify step. `conv_kernel` K is the width of the short convolution."""
+    history = conv_kernel - 1
+    base = len(batch) * history
+    tokens: list[int] = []
+    positions: list[int] = []
+    request: list[int] = []
+    parent: list[int] = []
+    taps: list[list[int]] = []
+    depths: list[int] = []
+    attention: list[AttentionRows] = []
+    for r, part in enumerate(batch):
+        start = len(tokens)
+        local: list[int] = []
+        for i, (token, p) in enumerate(zip(part.tokens, part.parents, strict=True)):
+            depth = 0 if p < 0 else local[p] + 1
+            local.append(depth)
+            before = taps[start + p][1:] if p >= 0 else list(range(r * history, (r + 1) * history))
+            taps.append([*before, base + start + i])
+            tokens.append(token)
+            positions.append(part.settled + depth)
+            request.append(r)
+            parent.append(start + p if p >= 0 else -1)
+        depths += local
+        attention.append(
+            AttentionRows(start, len(tokens), part.settled, torch.tensor(local), _lanes(part.parents, local))
+        )
+    levels: list[Level] = []
+    level_of: list[tuple[int, int]] = [(0, 0)] * len(tokens)
+    for depth in range(max(depths) + 1):
+        rows = [t for t, d in enumerate(depths) if d == depth]
+        above = [request[t] if depth == 0 else level_of[parent[t]][1] for t in rows]
+        for i, t in enumerate(rows):
+            level_of[t] = (depth, i)
+        levels.append(Level(torch.tensor(rows), torch.tensor(above), len(rows) == len(tokens)))
+    return VerifyStep(
+        tokens=torch.tensor(tokens),
+        positions=torch.tensor(positions),
+        request=torch.tensor(request),
+        parent=torch.tensor(parent),
+        slots=torch.tensor([part.slot for part in batch]),
+        taps=torch.tensor(taps),
+        levels=levels,
+        level_of=level_of,
+        attention=attention,
+        page_rows=[token_rows(part.pages, part.settled) for part in batch],
+    )
+
+
+def prefill_step(tokens: Sequence[int], start: int, slot: int, pages: Sequence[int]) -> PrefillStep:
+    """Lay out prompt rows from grid point `start`; pads the tail to the grid with token 0."""
+    if start % GRID:
+        raise ValueError(f"prefill starts on the grid of {GRID}, not at {start}")
+    valid = len(tokens)
+    padded = -(-valid // GRID) * GRID
+    ids = torch.zeros(padded, dtype=torch.int64)
+    ids[:valid] = torch.tensor(tokens, dtype=torch.int64)
+    return PrefillStep(
+        tokens=ids,
+        positions=torch.arange(start, start + padded),
+        start=start,
+        valid=valid,
+        slot=slot,
+        page_rows=token_rows(pages, start + padded),
+    )

@@ -1,0 +1,202 @@
+"""W4A16 products for 1-64 rows on a card: the repack at load time and the launch of `cuda/w4a16.cu`.
+
+The weight is streamed once per 64 rows; a row's bits depend on (N, K, multiprocessors) and on nothing
+else. What can go wrong: a workspace shared by two streams (make one per stream), or a card whose
+shared memory is too small for a row tile (the tile shrinks, the bits stay).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from soloist.ops.cuda import nvrtc
+from soloist.ops.linear import QuantizedWeight
+
+TILE_N, UNIT_K = 256, 64
+ROW_TILES = (8, 16, 32, 64)
+THREADS, K_GROUPS = 512, 2
+MAX_STAGES = 8
+_WORDS_PER_UNIT = UNIT_K // 8
+
+
+@dataclass(frozen=True)
+class PackedW4:
+    """A 4-bit weight in the kernel's order; see w4a16.cu for the layout.
+
+    words   int32 [tiles, K / 64, 16, 32, 4]
+    scales  fp16 or bf16 [tiles, groups, 8, 8, 2, 2]
+    zeros   uint8, same order as scales, or None for the symmetric zero 8
+    """
+
+    words: torch.Tensor
+    scales: torch.Tensor
+    zeros: torch.Tensor | None
+    shape: tuple[int, int]
+    group_units: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.words.nbytes + self.scales.nbytes + (0 if self.zeros is None else self.zeros.nbytes)
+
+
+def why_not_w4(weight: QuantizedWeight) -> str | None:
+    """Why `pack` cannot take this weight, or None."""
+    k = weight.shape[1]
+    if weight.bits != 4:
+        return f"{weight.bits}-bit codes (the kernel reads 4-bit ones)"
+    if weight.group % UNIT_K or k % weight.group:
+        return f"group {weight.group} over K = {k} (the kernel needs groups of a multiple of {UNIT_K} that divide K)"
+    if weight.scales.dtype not in (torch.float16, torch.bfloat16):
+        return f"{weight.scales.dtype} scales (the kernel reads 16-bit ones)"
+    return None
+
+
+def _rows_to_tiles(values: torch.Tensor, tiles: int) -> torch.Tensor:
+    """[tiles * 256, groups] -> [tiles, groups, warp 8, row 8, m-tile 2, half 2]."""
+    return values.view(tiles, 8, 2, 2, 8, -1).permute(0, 5, 1, 4, 2, 3).contiguous()
+
+
+def _interleave_nibbles(words: torch.Tensor) -> torch.Tensor:
+    """Nibble e of a word moves to e // 2 (even e) or e // 2 + 4 (odd e): pairs decode with one mask."""
+    out = torch.zeros_like(words)
+    for e in range(8):
+        out |= ((words >> (4 * e)) & 0xF) << (4 * (e // 2 + 4 * (e % 2)))
+    return out
+
+
+def pack(weight: QuantizedWeight) -> PackedW4:
+    """Repack a canonical 4-bit weight for the kernel, N padded to 256 with zero scales.
+
+    Raises ValueError with the reason of `why_not_w4`.
+    """
+    reason = why_not_w4(weight)
+    if reason is not None:
+        raise ValueError(f"w4a16: {reason}")
+    n, k = weight.shape
+    tiles, units = -(-n // TILE_N), k // UNIT_K
+    device, padding = weight.codes.device, tiles * TILE_N - n
+    words = torch.empty(tiles, units, 16, 32, 4, dtype=torch.int32, device=device)
+    step = max(1, (1 << 24) // (TILE_N * k))
+    for first in range(0, tiles, step):
+        codes = weight.codes[first * TILE_N : (first + step) * TILE_N]
+        count = -(-codes.shape[0] // TILE_N)
+        if codes.shape[0] < count * TILE_N:
+            codes = torch.nn.functional.pad(codes, (0, 0, 0, count * TILE_N - codes.shape[0]))
+        fragments = codes.view(count, 16, 2, 8, units, 4, 2).permute(0, 4, 1, 3, 5, 2, 6)
+        words[first : first + count] = _interleave_nibbles(fragments).reshape(count, units, 16, 32, 4)
+    pad = torch.nn.functional.pad
+    zeros = None if weight.zeros is None else _rows_to_tiles(pad(weight.zeros, (0, 0, 0, padding)), tiles)
+    scales = _rows_to_tiles(pad(weight.scales, (0, 0, 0, padding)), tiles)
+    return PackedW4(words, scales, zeros, (n, k), weight.group // UNIT_K)
+
+
+def stage_bytes(row_tile: int, zeros: bool) -> int:
+    """Shared memory of one ring stage: 64 of K for 256 columns, the rows, scales and zeros."""
+    return TILE_N * UNIT_K // 2 + row_tile * (2 * UNIT_K + 16) + 2 * TILE_N + (TILE_N if zeros else 0)
+
+
+def ring(row_tile: int, zeros: bool, shared_limit: int) -> tuple[int, int]:
+    """(stages per K group, dynamic shared memory) that fit in `shared_limit` bytes; (0, 0) if two stages do not."""
+    exchange = row_tile * 260 * 4
+    stages = min(MAX_STAGES, (shared_limit - 1024 - exchange) // (K_GROUPS * stage_bytes(row_tile, zeros)))
+    if stages < 2:
+        return 0, 0
+    return stages, K_GROUPS * stages * stage_bytes(row_tile, zeros) + exchange
+
+
+class Workspace:
+    """Partial tiles and arrival counters of the products that run on one stream."""
+
+    def __init__(self, device: torch.device, max_tiles: int = 4096) -> None:
+        properties = torch.cuda.get_device_properties(device)
+        self.device = device
+        self.ctas = properties.multi_processor_count
+        self.arch = properties.major * 10 + properties.minor
+        self.shared_limit = properties.shared_memory_per_block_optin
+        self.row_tiles = tuple(m for m in ROW_TILES if ring(m, True, self.shared_limit)[0] >= 2)
+        size = self.ctas * 2 * max(self.row_tiles) * TILE_N
+        self.partials = torch.empty(size, dtype=torch.float32, device=device)
+        self.arrivals = torch.zeros(max_tiles, dtype=torch.int32, device=device)
+
+
+class W4Product:
+    """y = x W^T for bf16 rows over a packed 4-bit weight.
+
+    Rows run in tiles of 8, 16, 32 or 64 (the smallest that holds them); more than the largest tile run as
+    several launches. `dependent` launches with programmatic stream serialization (sm_90+): the weights of
+    the first stages are fetched while the kernel before is still running.
+    """
+
+    def __init__(
+        self,
+        weight: PackedW4,
+        workspace: Workspace,
+        dependent: bool | None = None,
+        cache_directory: Path | None = None,
+        stages: int | None = None,
+    ) -> None:
+        self.weight, self.workspace = weight, workspace
+        self.dependent = workspace.arch >= 90 if dependent is None else dependent
+        self._cache, self._stages = cache_directory, stages
+        if weight.words.shape[0] > workspace.arrivals.numel():
+            raise ValueError(f"{weight.words.shape[0]} tiles, but the workspace counts {workspace.arrivals.numel()}")
+
+    def _kernel(self, row_tile: int) -> nvrtc.Kernel:
+        zeros = self.weight.zeros is not None
+        stages, _ = ring(row_tile, zeros, self.workspace.shared_limit)
+        stages = min(stages, self._stages or stages)
+        shared = K_GROUPS * stages * stage_bytes(row_tile, zeros) + row_tile * 260 * 4
+        macros = {
+            "MT": row_tile,
+            "STAGES": stages,
+            "HAS_ZEROS": int(zeros),
+            "SCALE_BF16": int(self.weight.scales.dtype == torch.bfloat16),
+            "PDL": int(self.dependent),
+        }
+        return nvrtc.load(
+            "w4a16", "w4a16", self.workspace.arch, tuple(macros.items()), THREADS, shared, "ppppppp" + "iiiiiiii",
+            self.dependent, self._cache,
+        )  # fmt: skip
+
+    def warm(self) -> None:
+        """Compile and load every row tile's kernel now."""
+        for row_tile in self.workspace.row_tiles:
+            self._kernel(row_tile)
+
+    def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """x bf16 [M, K], row stride any multiple of 8 -> bf16 [M, N]."""
+        n, k = self.weight.shape
+        rows = x.shape[0]
+        if x.dtype != torch.bfloat16 or x.shape[1] != k or x.stride(1) != 1 or x.stride(0) % 8:
+            raise ValueError(f"w4a16 needs contiguous bf16 rows of {k}, got {x.dtype} {tuple(x.shape)} {x.stride()}")
+        y = torch.empty(rows, n, dtype=torch.bfloat16, device=x.device) if out is None else out
+        stream = torch.cuda.current_stream(x.device).cuda_stream
+        w, largest = self.weight, self.workspace.row_tiles[-1]
+        for first in range(0, rows, largest):
+            count = min(largest, rows - first)
+            row_tile = next(m for m in self.workspace.row_tiles if m >= count)
+            self._kernel(row_tile).launch(
+                self.workspace.ctas,
+                (
+                    w.words.data_ptr(),
+                    w.scales.data_ptr(),
+                    0 if w.zeros is None else w.zeros.data_ptr(),
+                    x.data_ptr() + 2 * first * x.stride(0),
+                    y.data_ptr() + 2 * first * y.stride(0),
+                    self.workspace.partials.data_ptr(),
+                    self.workspace.arrivals.data_ptr(),
+                    count,
+                    n,
+                    k,
+                    x.stride(0),
+                    y.stride(0),
+                    w.words.shape[0],
+                    k // UNIT_K,
+                    w.group_units,
+                ),
+                stream,
+            )
+        return y
