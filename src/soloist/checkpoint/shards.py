@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import mmap
 import struct
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ DTYPES: dict[str, torch.dtype] = {
     "F8_E5M2": torch.float8_e5m2,
 }
 MAX_HEADER = 100 << 20
+MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)  # named from Python 3.13 on
 INDEX_NAME = "model.safetensors.index.json"
 
 
@@ -48,10 +50,14 @@ class Shard:
     _map: mmap.mmap | None = field(default=None, repr=False)
 
     def bytes_at(self) -> mmap.mmap:
-        """The mapped file. Private copy-on-write pages: nothing written through a view reaches the file."""
+        """The mapped file. Private copy-on-write pages: nothing written through a view reaches the file.
+
+        No swap is reserved for it, so that a file larger than the host's memory can be mapped.
+        """
         if self._map is None:
+            flags = mmap.MAP_PRIVATE | MAP_NORESERVE
             with self.path.open("rb") as handle:
-                self._map = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_COPY)
+                self._map = mmap.mmap(handle.fileno(), 0, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
         return self._map
 
 

@@ -13,6 +13,7 @@ import torch
 
 from soloist.checkpoint.shards import TensorInfo
 from soloist.errors import CheckpointError
+from soloist.ops.linear import QuantizedWeight
 
 if TYPE_CHECKING:
     from soloist.checkpoint.formats.stored import StoredModule
@@ -78,3 +79,27 @@ def read(
     if stored.symmetric:
         return codes, scales, None
     return codes, scales, unpack_rows(stored.tensors["weight_zero_point"].view(), stored.bits, stored.shape[0])
+
+
+def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Unsigned codes uint8 [N, K] -> int32 words [N, ceil(K / f)]; missing columns of the last word are zero bits."""
+    factor = 32 // bits
+    n, k = codes.shape
+    padded = torch.nn.functional.pad(codes, (0, -k % factor)).view(n, -1, factor).to(torch.int64)
+    words = (padded << torch.arange(0, 32, bits)).sum(-1)
+    return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
+
+
+def stored_tensors(weight: QuantizedWeight) -> dict[str, torch.Tensor]:
+    """The tensors of a module by suffix, byte for byte as compressed-tensors writes them."""
+    tensors = {
+        "weight_packed": weight.codes,
+        "weight_scale": weight.scales,
+        "weight_shape": torch.tensor(weight.shape, dtype=torch.int64),
+    }
+    if weight.zeros is not None:
+        # Rows missing from the last word are zero bits, as in the codes.
+        tensors["weight_zero_point"] = pack(weight.zeros.t(), weight.bits).t().contiguous()
+    if weight.bias is not None:
+        tensors["bias"] = weight.bias
+    return tensors
