@@ -200,3 +200,61 @@ class W4Product:
                 stream,
             )
         return y
+
+
+class W4Prefill:
+    """The prefill product over the same packed weight: any number of rows, one tile (128 x 128), one K order."""
+
+    TILE = 128
+    STAGES = 4
+
+    def __init__(self, weight: PackedW4, workspace: Workspace, cache_directory: Path | None = None) -> None:
+        self.weight, self.workspace, self._cache = weight, workspace, cache_directory
+
+    def _kernel(self) -> nvrtc.Kernel:
+        zeros = self.weight.zeros is not None
+        stage = self.TILE * UNIT_K // 2 + self.TILE * (2 * UNIT_K + 16) + 2 * self.TILE + (self.TILE if zeros else 0)
+        shared = self.STAGES * stage
+        macros = {
+            "STAGES": self.STAGES,
+            "HAS_ZEROS": int(zeros),
+            "SCALE_BF16": int(self.weight.scales.dtype == torch.bfloat16),
+            "MIN_CTAS": 2 if 2 * (shared + 1024) <= self.workspace.shared_limit else 1,
+        }
+        return nvrtc.load(
+            "w4a16_prefill", "w4a16_prefill", self.workspace.arch, tuple(macros.items()), 256, shared,
+            "ppppp" + "iiiiiiii", False, self._cache,
+        )  # fmt: skip
+
+    def warm(self) -> None:
+        """Compile and load the kernel now."""
+        self._kernel()
+
+    def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """x bf16 [M, K], row stride any multiple of 8 -> bf16 [M, N]."""
+        n, k = self.weight.shape
+        rows = x.shape[0]
+        if x.dtype != torch.bfloat16 or x.shape[1] != k or x.stride(1) != 1 or x.stride(0) % 8:
+            raise ValueError(f"w4a16 needs contiguous bf16 rows of {k}, got {x.dtype} {tuple(x.shape)} {x.stride()}")
+        y = torch.empty(rows, n, dtype=torch.bfloat16, device=x.device) if out is None else out
+        w, m_tiles = self.weight, -(-rows // self.TILE)
+        self._kernel().launch(
+            m_tiles * -(-n // self.TILE),
+            (
+                w.words.data_ptr(),
+                w.scales.data_ptr(),
+                0 if w.zeros is None else w.zeros.data_ptr(),
+                x.data_ptr(),
+                y.data_ptr(),
+                rows,
+                n,
+                k,
+                x.stride(0),
+                y.stride(0),
+                m_tiles,
+                k // UNIT_K,
+                w.group_units,
+            ),
+            torch.cuda.current_stream(x.device).cuda_stream,
+        )
+        return y

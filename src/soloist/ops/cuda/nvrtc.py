@@ -1,0 +1,151 @@
+"""CUDA C++ kernels compiled at run time by NVRTC: no nvcc, no headers, no build step on the user's machine.
+
+NVRTC and the driver are reached through `cuda-bindings`, which torch's CUDA wheels bring along. A kernel's
+source sits beside this file; its variants are `-D` macros. Cubins are kept on disk, keyed by everything
+that went into them.
+
+What can go wrong: no driver, no NVRTC library, or a compile error. All are `KernelUnavailable` with the reason.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+
+class KernelUnavailable(RuntimeError):
+    """A run-time compiled kernel cannot be had here; the message is the reason shown in the dispatch table."""
+
+
+def source(name: str) -> str:
+    """Text of `name`.cu behind that of `common.cu`, so that no include path is needed."""
+    here = resources.files(__package__)
+    return "\n".join(here.joinpath(f"{part}.cu").read_text(encoding="utf-8") for part in ("common", name))
+
+
+def _nvrtc() -> Any:
+    try:
+        from cuda.bindings import nvrtc
+    except ImportError:
+        raise KernelUnavailable("cuda-bindings is not installed (pip install cuda-bindings)") from None
+    return nvrtc
+
+
+def compile_cubin(code: str, arch: int, macros: Mapping[str, int], verbose: bool = False) -> tuple[bytes, str]:
+    """Compile `code` for sm_`arch` with `-Dkey=value` macros. Returns (cubin, log).
+
+    `verbose` adds ptxas' report of registers, shared memory and spills to the log. Needs no GPU.
+    """
+    nvrtc = _nvrtc()
+    options = [f"--gpu-architecture=sm_{arch}", "--std=c++17", *(f"-D{k}={v}" for k, v in sorted(macros.items()))]
+    if verbose:
+        options.append("--ptxas-options=-v")
+    try:
+        error, program = nvrtc.nvrtcCreateProgram(code.encode(), b"kernel.cu", 0, [], [])
+    except (RuntimeError, OSError) as missing:
+        raise KernelUnavailable(f"the NVRTC library cannot be loaded ({missing})") from None
+    if error != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+        raise KernelUnavailable(f"NVRTC: {error}")
+    try:
+        (error,) = nvrtc.nvrtcCompileProgram(program, len(options), [o.encode() for o in options])
+        _, size = nvrtc.nvrtcGetProgramLogSize(program)
+        log = b" " * size
+        nvrtc.nvrtcGetProgramLog(program, log)
+        text = log.rstrip(b"\0 ").decode(errors="replace")
+        if error != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+            raise KernelUnavailable(f"NVRTC refused the kernel for sm_{arch}: {text}")
+        _, size = nvrtc.nvrtcGetCUBINSize(program)
+        cubin = b" " * size
+        nvrtc.nvrtcGetCUBIN(program, cubin)
+        return cubin, text
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+
+
+def _cached_cubin(code: str, arch: int, macros: Mapping[str, int], directory: Path | None) -> bytes:
+    if directory is None:
+        return compile_cubin(code, arch, macros)[0]
+    _, major, minor = _nvrtc().nvrtcVersion()
+    key = hashlib.sha256(repr((code, arch, sorted(macros.items()), major, minor)).encode()).hexdigest()[:32]
+    path = directory / f"{key}.cubin"
+    if path.exists():
+        return path.read_bytes()
+    cubin, _ = compile_cubin(code, arch, macros)
+    directory.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(f".{os.getpid()}")
+    partial.write_bytes(cubin)
+    partial.replace(path)
+    return cubin
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A loaded kernel: fixed block and shared memory, launched on torch's current stream."""
+
+    function: Any
+    library: Any
+    block: int
+    shared: int
+    types: tuple[Any, ...]
+    dependent: bool
+
+    def launch(self, grid: int, arguments: Sequence[int], stream: int) -> None:
+        """Launch over a 1-D grid; pointers are passed as integers (0 = null)."""
+        from cuda.bindings import driver
+
+        packed = (tuple(arguments), self.types)
+        if not self.dependent:
+            (error,) = driver.cuLaunchKernel(
+                self.function, grid, 1, 1, self.block, 1, 1, self.shared, stream, packed, 0
+            )
+        else:
+            config = driver.CUlaunchConfig()
+            config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
+            config.blockDimX, config.blockDimY, config.blockDimZ = self.block, 1, 1
+            config.sharedMemBytes, config.hStream = self.shared, driver.CUstream(stream)
+            attribute = driver.CUlaunchAttribute()
+            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            attribute.value.programmaticStreamSerializationAllowed = 1
+            config.attrs, config.numAttrs = [attribute], 1
+            (error,) = driver.cuLaunchKernelEx(config, self.function, packed, 0)
+        if error != driver.CUresult.CUDA_SUCCESS:
+            raise RuntimeError(f"CUDA kernel launch failed: {error}")
+
+
+@cache
+def load(
+    name: str,
+    entry: str,
+    arch: int,
+    macros: tuple[tuple[str, int], ...],
+    block: int,
+    shared: int,
+    types: str,
+    dependent: bool = False,
+    directory: Path | None = None,
+) -> Kernel:
+    """Compile (or read from `directory`) and load `entry` of `name`.cu into the current CUDA context.
+
+    types      one letter per argument: p pointer, i int32, f float32
+    dependent  launch with programmatic stream serialization (sm_90 and newer)
+    """
+    from cuda.bindings import driver
+
+    cubin = _cached_cubin(source(name), arch, dict(macros), directory)
+    error, library = driver.cuModuleLoadData(cubin)
+    if error != driver.CUresult.CUDA_SUCCESS:
+        raise KernelUnavailable(f"the driver refused the kernel: {error}")
+    _, function = driver.cuModuleGetFunction(library, entry.encode())
+    limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    (error,) = driver.cuFuncSetAttribute(function, limit, shared)
+    if error != driver.CUresult.CUDA_SUCCESS:
+        raise KernelUnavailable(f"{shared} bytes of shared memory per block are not to be had: {error}")
+    letters = {"p": ctypes.c_void_p, "i": ctypes.c_int, "f": ctypes.c_float}
+    return Kernel(function, library, block, shared, tuple(letters[t] for t in types), dependent)
