@@ -14,8 +14,10 @@ from enum import Enum
 from typing import Literal, Protocol
 
 from soloist.sampling.grammar import Grammar
+from soloist.sampling.history import History
 from soloist.sampling.logprobs import TokenLogprobs
 from soloist.sampling.params import SamplingParams
+from soloist.sampling.verify import Mode
 
 __all__ = ["Event", "FinishReason", "Halt", "Phase", "Request", "RequestStats", "TokenLogprobs"]
 
@@ -82,7 +84,7 @@ _counter = itertools.count()
 
 @dataclass(eq=False)
 class Request:
-    """Invariant: 0 <= cached <= settled <= len(prompt) + len(output) - (1 if output else 0)... see `check`.
+    """Invariants are in `check`: cached <= settled <= length, and a decoding request has settled all but its anchor.
 
     `settled` counts tokens whose KV and recurrent state are in the caches; the newest emitted token (the
     anchor) is never settled, it is row 0 of the next step.
@@ -96,14 +98,19 @@ class Request:
     eos_ids: tuple[int, ...] = ()
     cache_salt: str = ""
     id: int = field(default_factory=lambda: next(_counter))
+    # Set at admission by the engine.
     seed: int = 0
+    mode: Mode = "coupled"
+    history: History | None = None
 
+    # Owned by the engine thread.
     phase: Phase = Phase.WAITING
     output: list[int] = field(default_factory=list)
     settled: int = 0
     slot: int = -1
     pages: list[int] = field(default_factory=list)
     cancelled: bool = False
+    prompt_rows: list[TokenLogprobs | None] = field(default_factory=list)
     stats: RequestStats = field(default_factory=RequestStats)
 
     def __post_init__(self) -> None:

@@ -1,0 +1,274 @@
+"""The engine: one thread that turns requests into events, and the thread-safe face in front of it.
+
+    loop:  take in new requests and cancellations -> scheduler.next() -> runner.prefill | runner.decode
+
+What can go wrong is sorted here: a fault of one request ends that request; a fault of a whole step is
+retried request by request, so that only the guilty one ends; a fault of the loop itself ends the engine, with
+every open request told, and `alive` says so from then on.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from soloist.engine.memory import Memory
+from soloist.engine.request import Event, Phase, Request
+from soloist.engine.runner import Runner
+from soloist.engine.scheduler import DecodeStep, PrefillSlice, Scheduler
+from soloist.engine.speculation import Speculation
+from soloist.engine.status import EngineStatus
+from soloist.errors import ContextLengthError, EngineDeadError, EngineError, OverloadedError, RequestError, SoloistError
+from soloist.models.qwen3_5 import Qwen35
+from soloist.sampling.history import History
+from soloist.sampling.verify import Mode
+
+log = logging.getLogger("soloist.engine")
+
+
+class Engine:
+    """Serves requests on its own thread; see `server/face.py` for the contract."""
+
+    def __init__(
+        self,
+        model: Qwen35,
+        memory: Memory,
+        speculation: Speculation,
+        *,
+        max_len: int,
+        max_queue: int,
+        prefill_slice_ms: float,
+        verify_rows: int,
+        sampler: str,
+        knobs: Mapping[str, str],
+        degraded: tuple[str, ...] = (),
+    ) -> None:
+        self.max_len = max_len
+        self.vocab_size = model.config.vocab_size
+        self.eos_ids = model.config.eos_ids
+        self.model, self.memory, self.speculation = model, memory, speculation
+        self._max_queue, self._sampler = max_queue, sampler
+        self._knobs, self._degraded = dict(knobs), degraded
+        self.scheduler = Scheduler(memory.admit, prefill_slice_ms)
+        self.runner = Runner(model, memory, speculation, max_len, verify_rows, self._finish, self._fault)
+        self.counters: Counter[str] = Counter()
+        self.worst_gap_ms = 0.0
+        self._inbox: list[Request] = []
+        self._cancels: list[Request] = []
+        self._wake = threading.Condition()
+        self._stopping = False
+        self._alive = True
+        self._busy_since = 0.0
+        self._thread = threading.Thread(target=self._run, name="soloist-engine", daemon=True)
+        self._thread.start()
+
+    # -- the face: any thread --------------------------------------------------------------------------------------
+
+    @property
+    def alive(self) -> bool:
+        return self._alive
+
+    def submit(self, request: Request) -> None:
+        """Queue a request; raises ContextLengthError, RequestError, OverloadedError or EngineDeadError."""
+        self._check(request)
+        with self._wake:
+            if not self._alive or self._stopping:
+                raise EngineDeadError("The engine has stopped; restart the server.")
+            if len(self._inbox) + len(self.scheduler.waiting) >= self._max_queue:
+                raise OverloadedError(f"{self._max_queue} requests are waiting already (MAX_QUEUE).", retry_after=2)
+            self._inbox.append(request)
+            self._wake.notify()
+
+    def cancel(self, request: Request) -> None:
+        with self._wake:
+            request.cancelled = True
+            self._cancels.append(request)
+            self._wake.notify()
+
+    def status(self) -> EngineStatus:
+        scheduler, memory = self.scheduler, self.memory
+        busy = self._busy_since
+        return EngineStatus(
+            running=len(scheduler.decoding) + len(scheduler.prefilling),
+            waiting=len(scheduler.waiting) + len(self._inbox),
+            parked=0,
+            slots_used=memory.slots_used,
+            slots_total=memory.state.slots,
+            pages_used=memory.pages.used,
+            pages_total=memory.pages.total,
+            idle_s=time.perf_counter() - busy if busy else 0.0,
+            counters=dict(self.counters),
+            knobs=self._knobs,
+            degraded=self._degraded,
+        )
+
+    def close(self, timeout: float = 10.0) -> None:
+        """Stop the thread; open requests end with `abort`."""
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+        self._thread.join(timeout)
+
+    def _check(self, request: Request) -> None:
+        """Refuse what can never run, with the numbers; settle what the request left open."""
+        tokens = len(request.prompt)
+        if not tokens:
+            raise RequestError("The prompt has no tokens.", param="prompt")
+        if tokens >= self.max_len:
+            raise ContextLengthError(tokens, self.max_len)
+        if not self.memory.fits_ever(tokens + 1):
+            raise ContextLengthError(tokens, self.memory.pages.total * 64 - 1)
+        if min(request.prompt) < 0 or max(request.prompt) >= self.vocab_size:
+            raise RequestError(f"Token ids must be below {self.vocab_size}.", param="prompt")
+        request.params.validate(self.vocab_size)
+        if request.params.max_tokens > self.max_len - tokens:
+            limit = self.max_len - tokens
+            floor = min(request.params.min_tokens, limit)
+            request.params = replace(request.params, max_tokens=limit, min_tokens=floor)
+        seed = request.params.seed
+        request.seed = int.from_bytes(os.urandom(8), "little") if seed is None else seed % 2**64
+        request.mode = self._mode(request)
+        request.history = History(request.params, request.prompt, self.vocab_size, request.grammar)
+
+    def _mode(self, request: Request) -> Mode:
+        if request.params.greedy:
+            return "greedy"
+        if self._sampler == "auto":
+            return "coupled" if request.params.seed is not None else "rejection"
+        return "rejection" if self._sampler == "rejection" else "coupled"
+
+    # -- the loop: the engine thread -------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while True:
+                with self._wake:
+                    while not self._stopping and not self._inbox and not self._cancels and not self._has_work():
+                        self._busy_since = 0.0
+                        self._wake.wait()
+                    if self._stopping:
+                        break
+                    self._busy_since = self._busy_since or time.perf_counter()
+                    arrived, self._inbox = self._inbox, []
+                    cancelled, self._cancels = self._cancels, []
+                for request in arrived:
+                    self.scheduler.add(request)
+                for request in cancelled:
+                    if request.phase is not Phase.DONE:
+                        self._end(request, Event(tokens=(), finish_reason="abort", stats=request.stats))
+                self.step()
+                self._busy_since = time.perf_counter()
+        except BaseException as error:  # the loop itself failed: nothing can be trusted any more
+            log.critical("the engine stopped: %s", error, exc_info=True)
+            self._shut(EngineDeadError(f"The engine stopped: {error}"))
+        else:
+            self._shut(None)
+
+    def _has_work(self) -> bool:
+        return bool(self.scheduler.prefilling or self.scheduler.decoding or self.scheduler.waiting)
+
+    def step(self) -> None:
+        """One piece of work."""
+        work = self.scheduler.next()
+        if isinstance(work, PrefillSlice):
+            self._prefill(work)
+        elif isinstance(work, DecodeStep):
+            self._decode(work)
+        elif self.scheduler.waiting:
+            self._refuse_the_impossible()
+
+    def _prefill(self, work: PrefillSlice) -> None:
+        request = work.request
+        began = time.perf_counter()
+        request.stats.scheduled = request.stats.scheduled or began
+        try:
+            complete = self.runner.prefill(work)
+        except Exception as error:
+            self._fault(request, error)
+            return
+        self.scheduler.prefilled(work.tokens, 1000 * (time.perf_counter() - began))
+        self.counters["prompt_tokens"] += work.tokens
+        if complete and request.phase is Phase.PREFILL:
+            self.scheduler.started(request)
+
+    def _decode(self, work: DecodeStep) -> None:
+        ready = [r for r in work.requests if self._room(r)]
+        if not ready:
+            return
+        try:
+            self.runner.decode(ready)
+        except Exception as error:
+            if len(ready) == 1:
+                self._fault(ready[0], error)
+                return
+            # Nothing of the step was committed: find the guilty one by running each alone.
+            log.warning("a step of %d requests failed (%s); running them one by one", len(ready), error)
+            for request in ready:
+                if request.phase is Phase.DECODE:
+                    self._decode(DecodeStep((request,)))
+            return
+        self.counters["steps"] += 1
+
+    def _room(self, request: Request) -> bool:
+        """Pages for the anchor; a pool that is dry ends the youngest request with the numbers."""
+        if self.memory.grow(request, request.length):
+            return True
+        youngest = max(self.scheduler.running(), key=lambda r: r.id)
+        self._fault(youngest, EngineError(f"The pool of {self.memory.pages.total} pages is full."))
+        return youngest is not request and self.memory.grow(request, request.length)
+
+    def _refuse_the_impossible(self) -> None:
+        """Nothing runs and the first in line still does not fit: it never will."""
+        if not self.scheduler.running():
+            request = self.scheduler.waiting[0]
+            self._fault(request, EngineError("The request does not fit an empty pool."))
+
+    # -- endings ---------------------------------------------------------------------------------------------------
+
+    def _finish(self, request: Request, event: Event) -> None:
+        """A request came to its own end (called by the runner, with its last event)."""
+        self._end(request, event)
+
+    def _fault(self, request: Request, error: Exception) -> None:
+        """End one request with an error; nothing else is touched."""
+        if request.phase is Phase.DONE:
+            return
+        if not isinstance(error, SoloistError):
+            log.error("request %d failed", request.id, exc_info=error)
+            error = EngineError(f"{type(error).__name__}: {error}")
+        self._end(request, Event(tokens=(), finish_reason="error", error=error, stats=request.stats))
+
+    def _end(self, request: Request, event: Event) -> None:
+        self.scheduler.remove(request)
+        self.speculation.drop(request)
+        self.memory.release(request)
+        stats = request.stats
+        stats.finished = time.perf_counter()
+        self.worst_gap_ms = max(self.worst_gap_ms, 1000 * stats.worst_gap)
+        self.counters[f"finished_{event.finish_reason}"] += 1
+        for name in ("output_tokens", "cached_tokens", "drafted", "accepted", "draft_steps"):
+            self.counters[name] += getattr(stats, name)
+        self._tell(request, event)
+
+    @staticmethod
+    def _tell(request: Request, event: Event) -> None:
+        try:
+            request.on_event(event)
+        except Exception:  # the listener is somebody else's code; its fault must not end the engine
+            log.exception("the listener of request %d failed", request.id)
+
+    def _shut(self, error: EngineDeadError | None) -> None:
+        with self._wake:
+            self._alive = False
+            leftover, self._inbox = list(self.scheduler) + self._inbox, []
+        reason = "error" if error else "abort"
+        for request in leftover:
+            self.scheduler.remove(request)
+            self._tell(request, Event(tokens=(), finish_reason=reason, error=error, stats=request.stats))
+
+

@@ -1,0 +1,73 @@
+"""The engine's side of drafting: who proposes, who is told what was settled.
+
+The engine asks once per decode step and reports back once; whether the proposal came from the MTP chain, a
+block, a lookup or a grammar is the business of `drafting/`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from soloist.drafting.proposal import Proposal
+from soloist.engine.request import Request
+from soloist.sampling.verify import Verdict
+
+
+@dataclass(frozen=True)
+class SettledRows:
+    """Tokens of one request that the target has just settled, with what a drafter needs of them.
+
+    start       absolute position of the first row
+    hidden      [n, H] after the final norm; taps [n, t * H] or None
+    following   the tokens at start + 1 .. start + n (the last one is the new anchor after a decode step or the end
+                of a prompt; in the middle of a prompt it is the next prompt token)
+    pages       the request's pages, which cover these positions
+    """
+
+    request: Request
+    start: int
+    hidden: torch.Tensor
+    taps: torch.Tensor | None
+    following: Sequence[int]
+
+
+class Speculation(Protocol):
+    """All draft sources of a running engine behind one face. Called on the engine thread only."""
+
+    taps: tuple[int, ...]
+    name: str
+
+    def absorb(self, rows: Sequence[SettledRows]) -> None:
+        """Take in settled rows: prompt slices as they are prefilled, accepted paths after a step."""
+
+    def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[Proposal]:
+        """One proposal per request, of at most limits[i] nodes and at most that depth. May be empty."""
+
+    def observe(self, request: Request, proposal: Proposal, verdict: Verdict) -> None:
+        """What became of a proposal (after stops were applied)."""
+
+    def drop(self, request: Request) -> None:
+        """The request has ended or leaves its slot."""
+
+
+class NoSpeculation:
+    """SPEC=none, LOOKUP=0: every step is one row per request."""
+
+    taps: tuple[int, ...] = ()
+    name = "none"
+
+    def absorb(self, rows: Sequence[SettledRows]) -> None:
+        pass
+
+    def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[Proposal]:
+        return [Proposal() for _ in requests]
+
+    def observe(self, request: Request, proposal: Proposal, verdict: Verdict) -> None:
+        pass
+
+    def drop(self, request: Request) -> None:
+        pass
