@@ -1,0 +1,40 @@
+"""The text side of a checkpoint and the server's options, read from settings before any weight is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from soloist.server.options import ServerOptions
+from soloist.settings import Settings
+
+_SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_REASONING_FIELDS = {
+    "both": ("reasoning", "reasoning_content"),
+    "reasoning": ("reasoning",),
+    "reasoning_content": ("reasoning_content",),
+}
+
+
+def sampling_defaults(directory: Path) -> dict[str, Any]:
+    """Sampling values of `generation_config.json`; empty when there is none."""
+    path = directory / "generation_config.json"
+    if not path.is_file():
+        return {}
+    table = json.loads(path.read_text(encoding="utf-8"))
+    return {key: table[key] for key in _SAMPLING_KEYS if table.get(key) is not None}
+
+
+def server_options(settings: Settings, directory: Path, fingerprint: str = "") -> ServerOptions:
+    """The options that a Settings stands for; `directory` is where the model lives."""
+    return ServerOptions(
+        names=settings.served_name or (settings.model if settings.model == "demo" else directory.resolve().name,),
+        root=settings.model,
+        api_keys=settings.api_key,
+        max_body=settings.max_body_mb << 20,
+        request_metrics=settings.req_metrics,
+        reasoning_fields=_REASONING_FIELDS[settings.reasoning_fields],
+        fingerprint=fingerprint,
+        defaults=sampling_defaults(directory) if settings.generation_defaults else {},
+    )

@@ -1,0 +1,144 @@
+"""`soloist serve`: claim the port, read the checkpoint, build the engine, serve until told to stop.
+
+The port is claimed before weights are read, so that a taken port fails in a second; connections are refused until the
+engine stands. SIGTERM drains: no new connections, running answers go on for at most `DRAIN_S`. When the engine's
+thread ends, every stream gets an error event and the process exits with 1, for the supervisor to start it again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from soloist.errors import SettingError
+from soloist.progress import READY, Progress
+from soloist.server.auth import warn_if_open
+from soloist.server.load import server_options
+from soloist.settings import Settings
+
+if TYPE_CHECKING:
+    import uvicorn
+
+    from soloist.server.service import Service
+
+DRAIN_S = 30
+_GRACE_S = 1.0  # from the engine's end to the process's: time for the error events to leave
+
+log = logging.getLogger("soloist.server")
+
+
+def run(settings: Settings, progress: Progress) -> None:
+    """Serve until a signal; raises UserError for what a person can fix, exits with 1 when the engine ends."""
+    _log_to_stderr(settings.log_level)
+    listener = claim(settings.host, settings.port)
+    try:
+        service, engine_close = build_service(settings, progress)
+        warn_if_open(settings.host, settings.api_key)
+        server = _server(service, settings, lambda: progress(READY, 1, 1))
+        _announce(service, settings)
+        try:
+            asyncio.run(server.serve(sockets=[listener]))
+        finally:
+            alive = service.engine.alive
+            engine_close()
+        if not alive:
+            sys.exit(1)
+    finally:
+        listener.close()
+
+
+def build_service(settings: Settings, progress: Progress) -> tuple[Service, Callable[[], None]]:
+    """(service, function that stops its engine). Text files are read first: their faults show before weights load."""
+    from soloist.engine.build import build_engine, model_directory
+    from soloist.server.service import Service
+    from soloist.server.template import ChatTemplate
+    from soloist.server.tokenizer import Tokenizer
+
+    progress("tokenizer", 0, 1)
+    directory = model_directory(settings.model)
+    tokenizer, template = Tokenizer.load(directory), ChatTemplate.load(directory)
+    progress("tokenizer", 1, 1)
+    engine = build_engine(settings, progress)
+    return Service(engine, tokenizer, template, server_options(settings, directory)), engine.close
+
+
+def claim(host: str, port: int) -> socket.socket:
+    """A bound socket that does not listen yet. Raises SettingError when the address cannot be had."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            raise SettingError(f"Port {port} on {host} is taken.", "Stop the other server or choose PORT.") from None
+        raise SettingError(f"Cannot listen on {host}:{port} ({error.strerror}).", "Choose another HOST.") from None
+    listener.set_inheritable(False)
+    return listener
+
+
+def _server(service: Service, settings: Settings, on_ready: Callable[[], None]) -> uvicorn.Server:
+    import uvicorn
+
+    from soloist.server.app import build_app
+
+    app = build_app(service)
+
+    class Draining(uvicorn.Server):
+        """Tells /ready about a coming end, and ends when the engine does."""
+
+        announced = False
+        dead_ticks = 0
+
+        def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+            # The signal is not recorded for uvicorn to raise again: the engine is still to be closed after serve().
+            app.state.draining = True
+            self.force_exit = self.force_exit or (self.should_exit and sig == signal.SIGINT)
+            self.should_exit = True
+
+        async def on_tick(self, counter: int) -> bool:
+            if not self.announced:
+                self.announced = True
+                on_ready()
+            if not service.engine.alive:
+                self.dead_ticks += 1
+                if self.dead_ticks == 1:
+                    log.error("The engine has stopped; the server ends.")
+                if self.dead_ticks * 0.1 >= _GRACE_S:
+                    return True
+            return await super().on_tick(counter)
+
+    config = uvicorn.Config(
+        app, log_config=None, log_level=settings.log_level, access_log=False, timeout_graceful_shutdown=DRAIN_S
+    )
+    return Draining(config)
+
+
+def _announce(service: Service, settings: Settings) -> None:
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    log.info(
+        "serving %s on http://%s:%d (context %d tokens)",
+        ", ".join(service.options.names),
+        host,
+        settings.port,
+        service.engine.max_len,
+    )
+    for sentence in (*settings.notes, *service.engine.status().degraded):
+        log.warning("%s", sentence)
+
+
+def _log_to_stderr(level: str) -> None:
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S"))
+    root = logging.getLogger("soloist")
+    root.handlers[:] = [handler]
+    root.setLevel(level.upper())
+    root.propagate = False
