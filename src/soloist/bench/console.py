@@ -1,0 +1,145 @@
+"""Between the command line and a scenario: the client, the progress bar, what is printed and what is written."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table as RichTable
+
+from soloist.bench.client import Client
+from soloist.bench.machine import command_line, describe_run
+from soloist.bench.plots import draw, require_matplotlib
+from soloist.bench.result import Result
+from soloist.bench.run import Context
+from soloist.bench.serving import OwnServer
+
+Scenario = Callable[[Context], Awaitable[Result]]
+
+
+@dataclass
+class Options:
+    """The options that every scenario shares."""
+
+    url: str
+    model: str | None = None
+    key: str | None = None
+    out: Path = Path("benchmarks/results")
+    name: str | None = None
+    plot: bool = True
+    repeats: int = 1
+    warm_up: int = 2
+    thinking: bool | None = None
+    serve: str | None = None
+    fields: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def request_fields(self) -> dict[str, Any]:
+        if self.thinking is None:
+            return dict(self.fields)
+        return {"chat_template_kwargs": {"enable_thinking": self.thinking}, **self.fields}
+
+
+def execute(options: Options, scenario: Scenario, title: str, total: int | None) -> int:
+    """Run a scenario and report it; returns the exit code: 0, or 1 when something it checks failed."""
+    if options.plot:
+        require_matplotlib()
+    console = Console(stderr=False)
+    result = asyncio.run(_measure(options, scenario, title, total, console))
+    show(result, console)
+    for path in write(result, options):
+        console.print(f"[dim]written: {path}[/dim]")
+    return 0 if result.passed else 1
+
+
+async def _measure(options: Options, scenario: Scenario, title: str, total: int | None, console: Console) -> Result:
+    server = None
+    if options.serve:
+        server = OwnServer(options.serve, options.url, options.out / "server.log")
+        seconds = await server.start()
+        console.print(f"[dim]server answered after {seconds:.1f} s[/dim]")
+    try:
+        async with Client(options.url, model=options.model, key=options.key) as client:
+            with _progress() as progress:
+                task = progress.add_task(title, total=total, last="")
+
+                def tick(text: str) -> None:
+                    progress.update(task, advance=1, last=text)
+
+                context = Context(client, options.repeats, options.warm_up, options.request_fields, tick, server)
+                result = await scenario(context)
+                progress.update(task, completed=total or progress.tasks[task].completed)
+            result.about = await describe_run(client, command_line())
+            if client.refused:
+                result.notes.append(f"The server refused and did not get: {', '.join(client.refused)}.")
+    finally:
+        if server is not None:
+            await server.stop()
+    return result
+
+
+def _progress() -> Progress:
+    return Progress(
+        SpinnerColumn(),
+        TextColumn("[bold]{task.description}"),
+        BarColumn(bar_width=30),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("[dim]{task.fields[last]}"),
+        console=Console(stderr=True),
+        transient=True,
+    )
+
+
+def show(result: Result, console: Console) -> None:
+    """Print tables, notes and failures."""
+    server = result.about.get("server", {})
+    facts = [server.get("model"), server.get("url"), result.about.get("commit")]
+    console.print(f"\n[bold]{result.scenario}[/bold]  [dim]{escape('  '.join(str(f) for f in facts if f))}[/dim]")
+    for table in result.tables:
+        shown = RichTable(title=table.title, title_justify="left", header_style="bold", title_style="")
+        for column in table.columns:
+            shown.add_column(column.header, justify="left" if column.digits is None else "right", overflow="fold")
+        for row in table.rows:
+            shown.add_row(*(escape(table.cell(row, column)) for column in table.columns))
+        console.print(shown)
+    for note in result.notes:
+        console.print(f"[dim]{escape(note)}[/dim]")
+    for failure in result.failures:
+        console.print(f"[red]FAIL[/red] {escape(failure)}")
+
+
+def write(result: Result, options: Options) -> list[Path]:
+    """Write the JSON, and the PNG beside it; returns both paths."""
+    name = options.name or f"{result.scenario}-{slug(str(result.about.get('server', {}).get('model', 'model')))}"
+    data = options.out / f"{name}.json"
+    result.write(data)
+    if not options.plot or not result.panels:
+        return [data]
+    picture = data.with_suffix(".png")
+    draw(result.panels, picture, title=name, footer=footer(result))
+    return [data, picture]
+
+
+def slug(text: str) -> str:
+    """A file name part: letters, digits, dots and dashes."""
+    return re.sub(r"[^A-Za-z0-9.]+", "-", text.rstrip("/").split("/")[-1]).strip("-").lower() or "model"
+
+
+def footer(result: Result) -> str:
+    """The line under a plot: machine, server, commit, date."""
+    about = result.about
+    machine, server = about.get("machine", {}), about.get("server", {})
+    cards = ", ".join(g.get("name", "?") for g in machine.get("gpus", []))
+    where = cards or f"{machine.get('cpu', '?')}, {machine.get('cores', '?')} cores"
+    who = " ".join(str(server[k]) for k in ("owned_by", "version") if server.get(k))
+    return "  |  ".join(
+        str(x) for x in (where, who, about.get("commit"), str(about.get("taken", ""))[:10]) if x
+    )  # fmt: skip

@@ -1,0 +1,215 @@
+"""`soak`: the same mixed requests at the same time, round after round, for as long as asked.
+
+Every round must give the texts of the first, every request must finish, and pages and memory must come back.
+One client per round hangs up in the middle of its answer. Any deviation makes the run fail.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import random
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from soloist.bench.client import Answer
+from soloist.bench.document_text import Document, make_document
+from soloist.bench.prometheus import Samples
+from soloist.bench.promptset import Prompt
+from soloist.bench.result import Column, Panel, Result, Series, Table
+from soloist.bench.run import GREEDY, Context, Send, together
+
+IDLE_S = 60.0
+MEMORY_SLACK = 64 * 2**20  # bytes; allocators keep some freed memory
+MEMORY_GROWTH = 0.03
+PAGE_GAUGES = ("soloist:pages_held", "soloist:pages_used")
+MEMORY_GAUGES = ("process_resident_memory_bytes",)
+
+COLUMNS = [
+    Column("round", "round", 0),
+    Column("requests", "requests", 0),
+    Column("same", "same text", 0),
+    Column("seconds", "s", 1),
+    Column("tokens", "tokens", 0),
+    Column("gap", "worst gap ms", 0),
+    Column("pages", "pages held", 0),
+    Column("cache", "KV in use %", 1),
+    Column("memory", "memory MiB", 0),
+]
+
+
+@dataclass
+class Round:
+    """What one round left behind."""
+
+    number: int
+    answers: list[Answer]
+    seconds: float
+    different: list[str] = field(default_factory=list)
+    pages: float | None = None
+    cache: float | None = None
+    memory: float | None = None
+
+
+async def run(
+    context: Context,
+    prompts: Sequence[Prompt],
+    *,
+    rounds: int | None = None,
+    minutes: float | None = None,
+    streams: int = 6,
+    max_tokens: int = 200,
+    document_characters: int = 3000,
+    hang_up: bool = True,
+) -> Result:
+    """Soak until `rounds` are done or `minutes` have passed, at least two rounds."""
+    result = Result(
+        "soak", settings={"rounds": rounds, "minutes": minutes, "streams": streams, "max_tokens": max_tokens}
+    )
+    work = _work(context, prompts, streams, max_tokens, make_document(document_characters, seed=7))
+    await context.warm()
+    first: dict[str, str] = {}
+    history: list[Round] = []
+    start = time.perf_counter()
+    while len(history) < 2 or _more(len(history), time.perf_counter() - start, rounds, minutes):
+        history.append(await _round(context, work, len(history) + 1, first, hang_up))
+        context.tick(f"round {len(history)}")
+        last = history[-1]
+        result.failures += [f"round {last.number}: {text}" for text in last.different]
+        if len(result.failures) > 20:
+            result.notes.append("Stopped early: more than twenty failures.")
+            break
+    result.failures += leaks(history)
+    result.tables = [Table("Soak", COLUMNS, [_row(r) for r in history])]
+    result.details["texts"] = {name: hashlib.sha256(text.encode()).hexdigest()[:16] for name, text in first.items()}
+    result.panels = _panels(history)
+    return result
+
+
+def _more(done: int, elapsed_s: float, rounds: int | None, minutes: float | None) -> bool:
+    if rounds is None and minutes is None:
+        return done < 10
+    return (rounds is not None and done < rounds) or (minutes is not None and elapsed_s < minutes * 60)
+
+
+def _work(
+    context: Context, prompts: Sequence[Prompt], streams: int, max_tokens: int, document: Document
+) -> list[tuple[str, Send]]:
+    """Named requests: copies and prose in turn, greedy and seeded in turn; each is the same in every round."""
+    copy = f"Repeat the following text exactly:\n\n{document.text[:1200]}"
+
+    def make(n: int) -> tuple[str, Send]:
+        sampling: dict[str, Any] = dict(GREEDY) if n % 4 < 2 else {"temperature": 0.8, "seed": 1000 + n}
+        text = copy if n % 2 == 0 else prompts[(n // 2) % len(prompts)].text
+        name = (
+            f"{n}-{'copy' if n % 2 == 0 else prompts[(n // 2) % len(prompts)].id}-{'greedy' if n % 4 < 2 else 'seeded'}"
+        )
+        return name, lambda: context.chat(text, max_tokens=max_tokens, **sampling)
+
+    return [make(n) for n in range(streams)]
+
+
+async def _round(
+    context: Context, work: Sequence[tuple[str, Send]], number: int, first: dict[str, str], hang_up: bool
+) -> Round:
+    order = list(work)
+    random.Random(number).shuffle(order)  # the same requests meet in another order in every round
+    sends = [send for _, send in order]
+    quitter = asyncio.create_task(_hang_up(context, number)) if hang_up else None
+    batch = await together(sends)
+    if quitter:
+        await quitter
+    this = Round(number, batch.answers, batch.wall_s)
+    for (name, _), answer in zip(order, batch.answers, strict=True):
+        if answer.error:
+            this.different.append(f"{name}: {answer.error}")
+        elif answer.finish_reason not in ("stop", "length"):
+            this.different.append(f"{name}: finish_reason {answer.finish_reason!r}")
+        elif first.setdefault(name, answer.reasoning + answer.text) != answer.reasoning + answer.text:
+            this.different.append(f"{name}: {difference(first[name], answer.reasoning + answer.text)}")
+    samples = await _idle(context, this)
+    if samples is not None:
+        this.pages = samples.first(*PAGE_GAUGES)
+        usage = samples.total("vllm:kv_cache_usage_perc")
+        this.cache = None if usage is None else usage * 100
+        memory = samples.first(*MEMORY_GAUGES)
+        this.memory = None if memory is None else memory / 2**20
+    return this
+
+
+async def _hang_up(context: Context, number: int) -> None:
+    """Read a few tokens of a long answer, then close the connection."""
+    task = asyncio.create_task(
+        context.chat(f"Tell a very long story, number {number}.", max_tokens=2000, ignore_eos=True)
+    )
+    await asyncio.sleep(0.4)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+async def _idle(context: Context, this: Round) -> Samples | None:
+    """Wait until the server has nothing running, then scrape; a server that never gets idle is a failure."""
+    deadline = time.perf_counter() + IDLE_S
+    while True:
+        samples = await context.client.metrics()
+        busy = samples.first("vllm:num_requests_running") if samples else None
+        if not busy:
+            return samples
+        if time.perf_counter() > deadline:
+            this.different.append(f"{busy:.0f} requests still running {IDLE_S:.0f} s after the last answer")
+            return samples
+        await asyncio.sleep(0.1)
+
+
+def difference(expected: str, got: str) -> str:
+    """Where two texts part, with a few characters of both."""
+    at = next((i for i, (a, b) in enumerate(zip(expected, got, strict=False)) if a != b), min(len(expected), len(got)))
+    return f"text differs at character {at}: {expected[at : at + 24]!r} became {got[at : at + 24]!r}"
+
+
+def leaks(history: Sequence[Round]) -> list[str]:
+    """Pages or memory that later rounds hold and earlier ones did not. The first round fills caches and is left out."""
+    if len(history) < 3:
+        return []
+    later = history[1:]
+    found = []
+    pages = [r.pages for r in later if r.pages is not None]
+    if pages and pages[-1] > max(pages[: max(1, len(pages) // 2)]):
+        found.append(f"pages held grew from {pages[0]:.0f} after round 2 to {pages[-1]:.0f}")
+    memory = [r.memory * 2**20 for r in later if r.memory is not None]
+    if len(memory) >= 2:
+        half = max(1, len(memory) // 2)
+        early, late = statistics.median(memory[:half]), statistics.median(memory[half:])
+        if late - early > max(MEMORY_SLACK, MEMORY_GROWTH * early):
+            found.append(
+                f"memory grew from {early / 2**20:.0f} to {late / 2**20:.0f} MiB between the halves of the run"
+            )
+    return found
+
+
+def _row(r: Round) -> dict[str, Any]:
+    counts = [a.completion_tokens for a in r.answers]
+    return {
+        "round": r.number,
+        "requests": len(r.answers),
+        "same": len(r.answers) - len(r.different),
+        "seconds": r.seconds,
+        "tokens": None if None in counts else sum(c or 0 for c in counts),
+        "gap": max((g for a in r.answers for g in a.gaps_ms), default=None),
+        "pages": r.pages,
+        "cache": r.cache,
+        "memory": r.memory,
+    }
+
+
+def _panels(history: Sequence[Round]) -> list[Panel]:
+    x = [r.number for r in history]
+    panels = [
+        Panel("Time per round", "round", "s", "line", [Series("round", x, [r.seconds for r in history])]),
+        Panel("Memory", "round", "MiB", "line", [Series("resident", x, [r.memory for r in history])]),
+        Panel("Pages", "round", "pages", "line", [Series("held when idle", x, [r.pages for r in history])]),
+    ]
+    return [p for p in panels if any(v is not None for s in p.series for v in s.y)]

@@ -1,0 +1,325 @@
+"""soloist bench: tables and plots that anyone can reproduce, against any OpenAI-compatible server."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from soloist.errors import UserError
+from soloist.settings import from_process
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    help="Tables and plots that anyone can reproduce, against any OpenAI-compatible server.",
+)
+
+Url = Annotated[str | None, typer.Option(help="Server under test. Default: this machine's HOST and PORT.")]
+Model = Annotated[str | None, typer.Option(help="Model name to ask for. Default: the first the server lists.")]
+Key = Annotated[str | None, typer.Option(help="API key. Default: the API_KEY knob.")]
+Out = Annotated[Path, typer.Option(help="Directory for the JSON and the plot.")]
+Name = Annotated[str | None, typer.Option(help="File name without ending. Default: scenario and model.")]
+Plot = Annotated[bool, typer.Option("--plot/--no-plot", help="Draw a PNG beside the JSON (needs matplotlib).")]
+Repeat = Annotated[int, typer.Option("--repeat", min=1, help="Measure this many times and print the spread.")]
+WarmUp = Annotated[int, typer.Option(min=0, help="Requests before the clock starts.")]
+Thinking = Annotated[
+    bool | None, typer.Option("--thinking/--no-thinking", help="Ask for thinking on or off. Default: the template's.")
+]
+Serve = Annotated[
+    str | None, typer.Option(help='Start this command first and stop it afterwards, such as "soloist serve demo".')
+]
+MaxTokens = Annotated[int, typer.Option(min=1, help="Longest answer in tokens.")]
+
+OUT = Path("benchmarks/results")
+PARTS = "perplexity,battery,needle"
+
+
+def _options(
+    url: str | None,
+    model: str | None,
+    key: str | None,
+    out: Path,
+    name: str | None,
+    plot: bool,
+    serve: str | None,
+    repeats: int = 1,
+    warm_up: int = 2,
+    thinking: bool | None = None,
+) -> Any:
+    from soloist.bench.console import Options
+
+    settings = from_process()
+    host = "127.0.0.1" if settings.host in ("0.0.0.0", "::") else settings.host
+    return Options(
+        url=url or f"http://{host}:{settings.port}",
+        model=model,
+        key=key or (settings.api_key[0] if settings.api_key else None),
+        out=out,
+        name=name,
+        plot=plot,
+        repeats=repeats,
+        warm_up=warm_up,
+        thinking=thinking,
+        serve=serve,
+    )
+
+
+def _finish(options: Any, scenario: Callable[[Any], Awaitable[Any]], title: str, total: int | None = None) -> None:
+    from soloist.bench.console import execute
+
+    raise typer.Exit(execute(options, scenario, title, total))
+
+
+def numbers(text: str, what: str) -> list[int]:
+    """`1,2,4` to [1, 2, 4]; a UserError names the option at fault."""
+    try:
+        found = [int(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        found = []
+    if not found or min(found) < 1:
+        raise UserError(f"{what} {text!r} is not a list of positive integers.", f"Write it like {what} 1,2,4.")
+    return found
+
+
+@app.command()
+def single(
+    url: Url = None,
+    model: Model = None,
+    key: Key = None,
+    out: Out = OUT,
+    name: Name = None,
+    plot: Plot = True,
+    serve: Serve = None,
+    repeat: Repeat = 1,
+    warm_up: WarmUp = 2,
+    thinking: Thinking = None,
+    max_tokens: MaxTokens = 1024,
+    cohorts: Annotated[str, typer.Option(help="How many requests run together, comma-separated.")] = "1,2,4,8",
+    sampling: Annotated[str, typer.Option(help="default, greedy, or both with a comma.")] = "default,greedy",
+    prompts: Annotated[Path | None, typer.Option(help="JSON file of prompts instead of the eight built in.")] = None,
+) -> None:
+    """Eight chat prompts in cohorts: decode rate, tokens per step, acceptance per position, time to first token."""
+    from soloist.bench.promptset import chat_prompts
+    from soloist.bench.scenarios import single as scenario
+
+    sizes, chosen = numbers(cohorts, "--cohorts"), chat_prompts(prompts)
+    modes = [m.strip() for m in sampling.split(",") if m.strip()]
+    if not modes or set(modes) - set(scenario.MODES):
+        raise UserError(f"--sampling {sampling!r} is not known.", "Use default, greedy, or default,greedy.")
+    options = _options(url, model, key, out, name, plot, serve, repeat, warm_up, thinking)
+    _finish(
+        options,
+        lambda c: scenario.run(c, chosen, max_tokens=max_tokens, cohorts=sizes, modes=modes),
+        "single",
+        scenario.steps(len(chosen), repeat, sizes, modes),
+    )
+
+
+@app.command()
+def ladder(
+    url: Url = None,
+    model: Model = None,
+    key: Key = None,
+    out: Out = OUT,
+    name: Name = None,
+    plot: Plot = True,
+    serve: Serve = None,
+    repeat: Repeat = 1,
+    warm_up: WarmUp = 2,
+    thinking: Thinking = None,
+    max_tokens: MaxTokens = 256,
+    rungs: Annotated[str, typer.Option(help="Numbers of streams, comma-separated.")] = "1,2,3,4,5,6,7,8",
+    prompt_tokens: Annotated[int, typer.Option(min=16, help="Length of each prompt in tokens.")] = 4096,
+    shared: Annotated[bool, typer.Option("--shared", help="Give all streams the same prompt.")] = False,
+) -> None:
+    """One to eight long prompts at a time: rate per stream and in all, ms and rows per forward, saturation."""
+    from soloist.bench.scenarios import ladder as scenario
+
+    steps = numbers(rungs, "--rungs")
+    options = _options(url, model, key, out, name, plot, serve, repeat, warm_up, thinking)
+    _finish(
+        options,
+        lambda c: scenario.run(c, rungs=steps, prompt_tokens=prompt_tokens, max_tokens=max_tokens, shared=shared),
+        "ladder",
+        sum(steps) * repeat,
+    )
+
+
+@app.command()
+def document(
+    url: Url = None,
+    model: Model = None,
+    key: Key = None,
+    out: Out = OUT,
+    name: Name = None,
+    plot: Plot = True,
+    serve: Serve = None,
+    repeat: Repeat = 1,
+    warm_up: WarmUp = 2,
+    thinking: Thinking = None,
+    max_tokens: MaxTokens = 1024,
+    tokens: Annotated[int, typer.Option(min=64, help="Length of the document in tokens.")] = 25_000,
+    copy_lines: Annotated[int, typer.Option(min=1, help="Lines to reproduce verbatim.")] = 60,
+    ask_restart: Annotated[
+        bool, typer.Option("--ask-restart", help="Wait for a restart by hand before the last turn.")
+    ] = False,
+) -> None:
+    """Six tasks over a long document, then a chat about it with the cache on, off and after a restart."""
+    from soloist.bench.scenarios import document as scenario
+
+    def wait() -> None:
+        typer.confirm("Restart the server now. Is it answering again?", abort=True)
+
+    options = _options(url, model, key, out, name, plot, serve, repeat, warm_up, thinking)
+    _finish(
+        options,
+        lambda c: scenario.run(
+            c,
+            tokens=tokens,
+            copy_lines=copy_lines,
+            max_tokens=max_tokens,
+            wait_for_restart=wait if ask_restart else None,
+        ),
+        "document",
+        6 * repeat + 2 * len(scenario.QUESTIONS),
+    )
+
+
+@app.command()
+def soak(
+    url: Url = None,
+    model: Model = None,
+    key: Key = None,
+    out: Out = OUT,
+    name: Name = None,
+    plot: Plot = True,
+    serve: Serve = None,
+    warm_up: WarmUp = 2,
+    thinking: Thinking = None,
+    max_tokens: MaxTokens = 200,
+    rounds: Annotated[
+        int | None, typer.Option(min=2, help="Stop after this many rounds (10 without --minutes).")
+    ] = None,
+    minutes: Annotated[float | None, typer.Option(min=0, help="Stop after this many minutes.")] = None,
+    streams: Annotated[int, typer.Option(min=1, help="Requests per round.")] = 6,
+) -> None:
+    """The same mixed requests for rounds or hours: same texts, all finished, pages and memory back; exit 1 if not."""
+    from soloist.bench.promptset import chat_prompts
+    from soloist.bench.scenarios import soak as scenario
+
+    options = _options(url, model, key, out, name, plot, serve, 1, warm_up, thinking)
+    _finish(
+        options,
+        lambda c: scenario.run(
+            c, chat_prompts(), rounds=rounds, minutes=minutes, streams=streams, max_tokens=max_tokens
+        ),
+        "soak",
+        rounds if minutes is None else None,
+    )
+
+
+@app.command()
+def smoke(
+    url: Url = None,
+    model: Model = None,
+    key: Key = None,
+    out: Out = OUT,
+    name: Name = None,
+    serve: Serve = None,
+    thinking: Thinking = None,
+    only: Annotated[str | None, typer.Option(help="Only features whose name contains this.")] = None,
+) -> None:
+    """One request per API feature, PASS or FAIL; exit 1 when one fails."""
+    from soloist.bench.scenarios import smoke as scenario
+
+    options = _options(url, model, key, out, name, False, serve, thinking=thinking)
+    _finish(options, lambda c: scenario.run(c, only), "smoke", None if only else len(scenario.PROBES))
+
+
+@app.command()
+def prefill(
+    url: Url = None,
+    model: Model = None,
+    key: Key = None,
+    out: Out = OUT,
+    name: Name = None,
+    plot: Plot = True,
+    serve: Serve = None,
+    repeat: Repeat = 1,
+    warm_up: WarmUp = 2,
+    thinking: Thinking = None,
+    lengths: Annotated[str, typer.Option(help="Prompt lengths in tokens, comma-separated.")] = "512,2048,8192",
+    cohorts: Annotated[str, typer.Option(help="How many prompts run together, comma-separated.")] = "1,4",
+) -> None:
+    """Prompt tokens per second over lengths and concurrency, nothing cached."""
+    from soloist.bench.scenarios import prefill as scenario
+
+    sizes, streams = numbers(lengths, "--lengths"), numbers(cohorts, "--cohorts")
+    options = _options(url, model, key, out, name, plot, serve, repeat, warm_up, thinking)
+    _finish(
+        options,
+        lambda c: scenario.run(c, lengths=sizes, cohorts=streams),
+        "prefill",
+        len(sizes) * sum(streams) * repeat,
+    )
+
+
+@app.command()
+def quality(
+    url: Url = None,
+    model: Model = None,
+    key: Key = None,
+    out: Out = OUT,
+    name: Name = None,
+    plot: Plot = True,
+    serve: Serve = None,
+    warm_up: WarmUp = 1,
+    thinking: Thinking = None,
+    max_tokens: MaxTokens = 96,
+    only: Annotated[str, typer.Option(help="Parts, comma-separated: perplexity, battery, needle.")] = PARTS,
+    texts: Annotated[Path | None, typer.Option(help="Directory of KIND-NAME.txt files for perplexity.")] = None,
+    battery: Annotated[Path | None, typer.Option(help="JSON Lines file of questions.")] = None,
+    needle: Annotated[Path | None, typer.Option(help="JSON file of needles.")] = None,
+    lengths: Annotated[str, typer.Option(help="Haystack lengths in tokens, comma-separated.")] = "500,1000",
+    against: Annotated[
+        str | None, typer.Option(help="URL of a second server: divergence of its log-probabilities.")
+    ] = None,
+) -> None:
+    """Perplexity, exact match, needle in a haystack, and the divergence from another server."""
+    from soloist.bench.client import Client
+    from soloist.bench.scenarios import quality as scenario
+
+    parts = [p.strip() for p in only.split(",") if p.strip()]
+    sources = scenario.Sources(
+        texts=texts,
+        battery=battery,
+        needle=needle,
+        lengths=numbers(lengths, "--lengths"),
+        max_tokens=max_tokens,
+        parts=parts,
+    )
+
+    async def measure(context: Any) -> Any:
+        if against is None:
+            return await scenario.run(context, sources)
+        async with Client(against, key=key) as other:
+            return await scenario.run(context, sources, other)
+
+    options = _options(url, model, key, out, name, plot, serve, 1, warm_up, thinking)
+    _finish(options, measure, "quality")
+
+
+@app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="JSON files that `soloist bench` wrote.")],
+    out: Annotated[Path, typer.Option(help="Markdown file to write; PNGs go beside it.")] = Path("report.md"),
+    plot: Plot = True,
+) -> None:
+    """Several runs side by side, as Markdown and PNG."""
+    from soloist.bench.report import write_report
+
+    for path in write_report(runs, out, plot=plot):
+        print(path)
