@@ -117,7 +117,8 @@ def byte_tokenizer(vocab: int = 320) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in SPECIALS])
+    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIALS[:4]])
+    tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in SPECIALS[4:]])
     if tokenizer.get_vocab_size() > vocab:
         raise ValueError(f"a byte tokenizer needs {tokenizer.get_vocab_size()} ids, the vocabulary has {vocab}")
     return tokenizer
