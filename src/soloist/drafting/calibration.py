@@ -29,6 +29,9 @@ class Evidence(NamedTuple):
     prior: float
 
 
+FORCED = Evidence("grammar", 0, 0.98)
+
+
 def scored(source: str, score: float) -> Evidence:
     """A deterministic node that its drafter gives probability `score`."""
     return Evidence(source, bisect_right(SCORE_EDGES, score), score)

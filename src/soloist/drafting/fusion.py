@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from soloist.drafting.calibration import Evidence, Rates, copied, drawn, scored
+from soloist.drafting.calibration import FORCED, Evidence, Rates, copied, drawn, scored
 from soloist.drafting.draft import Draft
 from soloist.drafting.lookup import LookupConfig, Match
 from soloist.drafting.proposal import Law, Proposal
@@ -44,8 +44,19 @@ def _agreement(drafted: Sequence[int], looked: Sequence[int]) -> int:
     return n
 
 
-def fuse_chain(draft: Draft, match: Match | None, config: LookupConfig, capacity: int, rates: Rates) -> Fused:
-    """Merge by the head and tail rules; at most `capacity` positions. `match` None leaves the draft as it is."""
+def fuse_chain(
+    draft: Draft,
+    match: Match | None,
+    config: LookupConfig,
+    capacity: int,
+    rates: Rates,
+    forced: Sequence[int] = (),
+) -> Fused:
+    """Merge by the head and tail rules; at most `capacity` positions.
+
+    `match` None leaves the draft as it is. `forced` are tokens a grammar dictates from here: they come first, and what
+    was copied or drafted for later positions stays.
+    """
     block = len(draft)
     looked = match.tokens[:capacity] if match else ()
     length = match.length if match else 0
@@ -63,8 +74,13 @@ def fuse_chain(draft: Draft, match: Match | None, config: LookupConfig, capacity
     survival: list[float] = []
     evidence: list[tuple[Evidence, ...]] = []
     alive = 1.0
-    for i in range(min(capacity, max(block, len(looked)))):
-        if i < len(looked) and (take_head if i < block else take_tail):
+    for i in range(min(capacity, max(block, len(looked), len(forced)))):
+        if i < len(forced):
+            known = FORCED
+            tokens.append(forced[i])
+            laws.append(None)
+            sources.append("grammar")
+        elif i < len(looked) and (take_head if i < block else take_tail):
             known = copied(length + i)
             tokens.append(looked[i])
             laws.append(draft.laws[i] if i < min(keep_law, block) else None)

@@ -64,7 +64,7 @@ class Proposal:
         return all(p == i - 1 for i, p in enumerate(self.parents))
 
     def children(self) -> list[list[int]]:
-        """children()[i + 1] = nodes whose parent is node i; children()[0] = those of the anchor. Order is the trial order."""
+        """children()[i + 1] = nodes whose parent is node i, [0] = those of the anchor; in trial order."""
         out: list[list[int]] = [[] for _ in range(len(self.tokens) + 1)]
         for i, p in enumerate(self.parents):
             out[p + 1].append(i)
@@ -72,6 +72,4 @@ class Proposal:
 
     def cut(self, n: int) -> Proposal:
         """The first n nodes (parents come first, so the result is a tree)."""
-        return Proposal(
-            self.tokens[:n], self.parents[:n], self.laws[:n], self.sources[:n], self.survival[:n]
-        )
+        return Proposal(self.tokens[:n], self.parents[:n], self.laws[:n], self.sources[:n], self.survival[:n])

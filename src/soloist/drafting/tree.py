@@ -14,7 +14,7 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from soloist.drafting.calibration import Evidence, Rates, copied, scored
+from soloist.drafting.calibration import FORCED, Evidence, Rates, copied, scored
 from soloist.drafting.draft import CandidateGraph
 from soloist.drafting.fusion import Fused
 from soloist.drafting.lookup import Match
@@ -23,7 +23,6 @@ from soloist.drafting.proposal import Proposal
 # After a token the drafter did not have among its candidates it goes on as if its first choice had been taken; what
 # it then proposes was conditioned on another token, and is worth this much of its score.
 DETOUR = 0.3
-FORCED = Evidence("grammar", 0, 0.98)
 
 
 @dataclass(frozen=True)

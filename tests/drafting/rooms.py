@@ -1,0 +1,123 @@
+"""Drafters over random tiny checkpoints, and texts with random features to feed them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from oracle.dflash2 import Dflash2Oracle
+from oracle.mtp import MtpOracle
+from soloist.cache.codecs import DenseCodec
+from soloist.cache.kv import KVStore
+from soloist.checkpoint.reader import open_checkpoint
+from soloist.drafting.dflash2 import DFlash2Drafter
+from soloist.drafting.drafter import Ask, SettledTokens
+from soloist.drafting.mtp import MTPDrafter
+from soloist.models.dflash2 import DFlash2
+from soloist.models.layers import Loader
+from soloist.models.mtp import MTPModule, truncated_head
+from soloist.sampling.params import SamplingParams
+from tiny import build_tiny, build_tiny_drafter
+
+GREEDY = SamplingParams(temperature=0.0)
+CPU = torch.device("cpu")
+
+
+@dataclass
+class Text:
+    """One request's committed text with random features for every token."""
+
+    slot: int
+    tokens: list[int]
+    hidden: torch.Tensor
+    taps: torch.Tensor
+    pages: list[int]
+
+    @classmethod
+    def random(cls, seed: int, slot: int, length: int, hidden: int, taps: int, vocab: int) -> Text:
+        g = torch.Generator().manual_seed(seed)
+        tokens = torch.randint(0, vocab, (length,), generator=g).tolist()
+        pages = [slot * 8 + i for i in range(8)]
+        return cls(
+            slot, tokens, torch.randn(length, hidden, generator=g), torch.randn(length, taps, generator=g), pages
+        )
+
+    def part(self, start: int, stop: int) -> SettledTokens:
+        """Tokens start .. stop - 1 as settled; the token at `stop` is known."""
+        return SettledTokens(
+            self.slot,
+            start,
+            self.tokens[start : stop + 1],
+            self.hidden[start:stop],
+            self.taps[start:stop],
+            self.pages,
+        )
+
+    def ask(self, position: int, count: int, **changes) -> Ask:
+        ask = Ask(self.slot, self.tokens[position], position, self.pages, GREEDY, 0, "greedy", count)
+        return replace(ask, **changes)
+
+
+class MTPRoom:
+    """The MTP drafter of a tiny checkpoint, and its oracle."""
+
+    def __init__(self, directory: Path, draft_ids: torch.Tensor | None = None) -> None:
+        self.target = build_tiny(directory / "target", pattern="LF")
+        checkpoint = open_checkpoint(self.target)
+        self.config = checkpoint.config
+        load = Loader(checkpoint, CPU, torch.float32)
+        head = load.linear(["lm_head"]) if draft_ids is None else truncated_head(load, draft_ids, stored=False)
+        embedding = checkpoint.weight("embed_tokens").dequantize()
+        self.module = MTPModule(load, self.config, embedding, head, draft_ids)
+        self.oracle = MtpOracle(self.target)
+
+    def drafter(self, depth: int = 4, beam: int = 2) -> MTPDrafter:
+        codec = DenseCodec(torch.float32, "float32")
+        kv = KVStore(
+            layers=1,
+            kv_heads=self.config.num_kv_heads,
+            head_dim=self.config.head_dim,
+            pages=32,
+            codec_k=codec,
+            codec_v=codec,
+            dtype=torch.float32,
+        )
+        for plane in kv.planes.values():
+            plane.fill_(50.0)  # what was never written must not be read
+        return MTPDrafter(self.module, kv, depth, beam)
+
+    def text(self, seed: int, slot: int = 0, length: int = 160) -> Text:
+        return Text.random(seed, slot, length, self.config.hidden_size, 1, 256)
+
+    def expect(self, text: Text, position: int, count: int) -> list[int]:
+        """Drafts computed from scratch on the committed text."""
+        return self.oracle.draft(text.hidden[:position], text.tokens[1 : position + 1], count)
+
+
+class DFlash2Room:
+    """The DFlash2 drafter of a tiny checkpoint (window 64), and its oracle."""
+
+    def __init__(self, directory: Path) -> None:
+        target = build_tiny(directory / "target", pattern="LFLF", mtp=False)
+        where = build_tiny_drafter(directory / "drafter", target)
+        checkpoint, owner = open_checkpoint(where, "drafter"), open_checkpoint(target)
+        self.config = checkpoint.drafter_config
+        load = Loader(checkpoint, CPU, torch.float32)
+        embedding = owner.weight("embed_tokens").dequantize()
+        self.model = DFlash2(load, self.config, embedding, Loader(owner, CPU, torch.float32).linear(["lm_head"]))
+        self.oracle = Dflash2Oracle(where, target)
+
+    def drafter(self, slots: int = 4) -> DFlash2Drafter:
+        drafter = DFlash2Drafter(self.model, slots)
+        drafter.keys.fill_(50.0)
+        drafter.values.fill_(50.0)
+        return drafter
+
+    def text(self, seed: int, slot: int = 0, length: int = 160) -> Text:
+        width = len(self.config.tap_layers) * self.config.hidden_size
+        return Text.random(seed, slot, length, 1, width, 256)
+
+    def expect(self, text: Text, position: int, count: int) -> list[int]:
+        return self.oracle.draft(text.taps[:position], text.tokens[position]).drafts[:count]
