@@ -1,7 +1,7 @@
 """How a long start-up says how far it is: a callable, with a form for people and a form for a parent process.
 
-`progress(stage, fraction)`: a stage is a few words ("reading weights"), the fraction of the whole start-up done so
-far goes from 0 to 1 and never back.
+`progress(what, done, total)`: `what` names the part under way ("layers"), done and total count within that part.
+The last report is `progress(READY, 1, 1)`, once requests are accepted.
 """
 
 from __future__ import annotations
@@ -11,39 +11,36 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
-Progress = Callable[[str, float], None]
+Progress = Callable[[str, int, int], None]
 
+READY = "ready"
 MARK = "@progress"
 
 
-def silent(stage: str, fraction: float) -> None:
+def silent(what: str, done: int, total: int) -> None:
     """A progress nobody watches."""
 
 
 def lines(stream: TextIO) -> Progress:
     """One line of text per report, for a parent process: see `parse`."""
 
-    def report(stage: str, fraction: float) -> None:
-        print(f"{MARK} {fraction:.3f} {stage}", file=stream, flush=True)
+    def report(what: str, done: int, total: int) -> None:
+        print(MARK, done, total, what, file=stream, flush=True)
 
     return report
 
 
-def parse(line: str) -> tuple[str, float] | None:
-    """(stage, fraction) of a line written by `lines`, or None for any other line."""
-    mark, _, rest = line.strip().partition(" ")
-    number, _, stage = rest.partition(" ")
-    if mark != MARK:
+def parse(line: str) -> tuple[str, int, int] | None:
+    """The arguments of the report that `lines` wrote, or None for any other line."""
+    parts = line.strip().split(" ", 3)
+    if len(parts) != 4 or parts[0] != MARK or not (parts[1].isdecimal() and parts[2].isdecimal()):
         return None
-    try:
-        return stage, min(max(float(number), 0.0), 1.0)
-    except ValueError:
-        return None
+    return parts[3], int(parts[1]), int(parts[2])
 
 
 @contextmanager
 def bar(title: str) -> Iterator[Progress]:
-    """A progress bar on stderr, gone at fraction 1 or at the end of the block; plain lines without a terminal."""
+    """A progress bar on stderr, gone at READY or at the end of the block; plain lines where stderr is no terminal."""
     if not sys.stderr.isatty():
         yield _plain(title)
         return
@@ -54,11 +51,11 @@ def bar(title: str) -> Iterator[Progress]:
 
     columns = (TextColumn("{task.fields[title]}"), BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     display = Display(*columns, console=Console(stderr=True), transient=True)
-    task = display.add_task("starting", total=1.0, title=title)
+    task = display.add_task("starting", total=None, title=title)
 
-    def show(stage: str, fraction: float) -> None:
-        display.update(task, description=stage, completed=fraction)
-        if fraction >= 1:
+    def show(what: str, done: int, total: int) -> None:
+        display.update(task, description=what, completed=done, total=total)
+        if what == READY:
             display.stop()
 
     with display:
@@ -66,11 +63,11 @@ def bar(title: str) -> Iterator[Progress]:
 
 
 def _plain(title: str) -> Progress:
-    shown: list[str] = []
+    shown: set[str] = set()
 
-    def say(stage: str, fraction: float) -> None:
-        if stage not in shown:
-            shown.append(stage)
-            print(f"{title}: {stage}", file=sys.stderr, flush=True)
+    def say(what: str, done: int, total: int) -> None:
+        if what not in shown:
+            shown.add(what)
+            print(f"{title}: {what}", file=sys.stderr, flush=True)
 
     return say

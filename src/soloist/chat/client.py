@@ -88,13 +88,13 @@ class Client:
             with self._http.stream("POST", "/v1/chat/completions", json=body) as reply:
                 if reply.status_code != 200:
                     raise _refusal(reply.status_code, reply.read())
-                for payload in payloads(reply.iter_lines()):
+                for payload in payloads(reply.iter_bytes()):
                     if payload == "[DONE]":
                         break
                     for piece in _take(json.loads(payload), answer):
                         answer.first = answer.first or time.perf_counter()
                         yield piece
-        except (httpx.HTTPError, json.JSONDecodeError) as error:
+        except (httpx.HTTPError, ValueError) as error:
             reason = str(error) or type(error).__name__
             raise SoloistError(f"The connection to {self.url} broke off ({reason}).") from None
         finally:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from soloist.errors import SoloistError, UserError
-from soloist.progress import Progress, parse
+from soloist.progress import READY, Progress, parse
 from soloist.settings import KNOBS, Settings
 
 STOP_SECONDS = 5.0
@@ -74,7 +74,7 @@ class Server:
                     for line in whole:
                         if report := parse(line.decode(errors="replace")):
                             progress(*report)
-        progress("ready", 1.0)
+        progress(READY, 1, 1)
 
     def stop(self) -> None:
         """End the server, politely, then by force. The log of one that ended by itself is kept."""

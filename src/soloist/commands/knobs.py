@@ -29,7 +29,7 @@ def markdown() -> str:
         "Written by `make docs` from `src/soloist/settings.py`.\n",
         "A knob is an environment variable (`MAX_LEN=8192 soloist serve`), a line in `.env`, or a flag",
         "(`--max-len 8192`); MODEL is the argument of `soloist serve`. A flag wins over the environment, the",
-        "environment over `.env`. An empty value means unset. What is not valid is refused with the nearest valid value.",
+        "environment over `.env`. Empty means unset. What is not valid is refused with the nearest valid value.",
     ]
     group = ""
     for knob in KNOBS.values():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 from typing import Annotated
 
@@ -38,5 +37,7 @@ def serve(
 
 def _end_with_parent() -> None:
     """The parent holds the other end of stdin: when that closes, however the parent ended, so does this server."""
-    sys.stdin.buffer.read()
+    # Not sys.stdin: its lock, held by a blocked thread, would abort the interpreter's exit.
+    while os.read(0, 4096):
+        pass
     os.kill(os.getpid(), signal.SIGTERM)
