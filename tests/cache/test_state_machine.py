@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from cache.fakes import FakeStore, Names, Pool
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from cache.fakes import FakeStore, Names, Pool
 from soloist.cache.pages import PageAllocator
 from soloist.cache.persist import Persister
 from soloist.cache.prefix import PrefixCache
@@ -51,9 +51,7 @@ class Lives(RuleBasedStateMachine):
     def boot(self) -> None:
         self.pool = Pool(self.total)
         self.allocator = PageAllocator(self.total, self.span)
-        self.cache = PrefixCache(
-            self.allocator, grid=self.grid, storage=self.pool, host_bytes=self.host_bytes
-        )
+        self.cache = PrefixCache(self.allocator, grid=self.grid, storage=self.pool, host_bytes=self.host_bytes)
         self.persister = Persister(self.cache, self.store) if self.store is not None else None
         self.running: list[Sequence] = []
         if self.persister is not None:
@@ -88,6 +86,22 @@ class Lives(RuleBasedStateMachine):
         for i, page in enumerate(match.pages):
             assert self.pool.content(page) == self.name(sequence, i // self.span)
         self.running.append(sequence)
+
+    @rule(blocks=BLOCKS, tail=st.integers(0, 63), marks=st.integers(1, 31), persist=st.booleans(), leave=st.booleans())
+    def serve(self, blocks: list[int], tail: int, marks: int, persist: bool, leave: bool) -> None:
+        """A whole prompt with snapshots where `marks` has a bit; the usual life, so that hits and spills are common."""
+        self.arrive(blocks, tail, "")
+        which = len(self.running) - 1
+        sequence = self.running[which]
+        while sequence.computed + self.grid <= len(sequence.tokens):
+            before = sequence.computed
+            self.prefill(which, bool(marks >> before // self.grid & 1), persist)
+            if sequence.computed == before:
+                break
+        if not leave:
+            self.finish(which)
+            while self.store is not None and self.store.queue:
+                self.disk_answers(True)
 
     @precondition(lambda self: self.running)
     @rule(which=PICK, snapshot=st.booleans(), persist=st.booleans())
@@ -192,8 +206,10 @@ class Lives(RuleBasedStateMachine):
         self.persister.poll()
 
     @precondition(lambda self: self.store is not None and self.store.files)
-    @rule(which=PICK)
-    def damage(self, which: int) -> None:
+    @rule(which=PICK, seldom=st.integers(0, 4))
+    def damage(self, which: int, seldom: int) -> None:
+        if seldom:
+            return
         self.store.files[which % len(self.store.files)].broken = True
 
     @precondition(lambda self: self.store is not None)

@@ -32,7 +32,8 @@ class Codec(Protocol):
     decode(p, ...)    planes [n, ...] -> [n, m, D] in `dtype`; scaled products in fp32, one rounding to `dtype`
     """
 
-    name: str
+    @property
+    def name(self) -> str: ...
 
     def planes(self, kv_heads: int, head_dim: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]: ...
 

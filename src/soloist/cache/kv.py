@@ -104,15 +104,19 @@ class KVStore:
         index = self.rows(pages)
         return {name: plane[:, index].cpu() for name, plane in self.planes.items()}
 
-    def load(self, pages: Sequence[int], planes: Planes) -> None:
-        """Put exported pages back, into any page ids. Raises ValueError when names, shapes or dtypes differ."""
-        index = self.rows(pages)
+    def expect(self, pages: Sequence[int], planes: Planes) -> None:
+        """Raise ValueError unless `planes` are what `export` of so many pages of a store like this gives."""
         if planes.keys() != self.planes.keys():
             raise ValueError(f"planes {sorted(planes)} do not belong to a {self.format} store")
         for name, plane in self.planes.items():
             given = planes[name]
-            expected = (self.layers, len(index), *plane.shape[2:])
+            expected = (self.layers, len(pages) * PAGE, *plane.shape[2:])
             if tuple(given.shape) != expected or given.dtype != plane.dtype:
                 raise ValueError(f"plane {name} is {tuple(given.shape)} {given.dtype}, not {expected} {plane.dtype}")
+
+    def load(self, pages: Sequence[int], planes: Planes) -> None:
+        """Put exported pages back, into any page ids. ValueError, and nothing written, when they do not fit."""
+        self.expect(pages, planes)
+        index = self.rows(pages)
         for name, plane in self.planes.items():
             plane[:, index] = planes[name].to(plane.device)

@@ -13,6 +13,7 @@ weight, so pages and their snapshot go together; a node never vanishes before wh
 from __future__ import annotations
 
 import heapq
+import itertools
 import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -128,9 +129,10 @@ class PrefixCache:
         self.stats.query_tokens += len(trail)
         limit = max(len(trail) - 1, 0) // self.grid
         while True:
-            path = trail.follow(limit)
+            # A block that is only on its way to disk cannot be read yet: it counts again when the writer is done.
+            path = list(itertools.takewhile(lambda node: node.present, trail.follow(limit)))
             while path and not path[-1].resumable:
-                path = path[:-1]
+                path.pop()
             if not path:
                 return Match()
             tier = self._bring(path)
