@@ -19,9 +19,10 @@ def read_back(packed, row: int, column: int) -> float:
     """One element through the address arithmetic of the kernel's fragments."""
     tile, inside, unit, k = row // 256, row % 256, column // 64, column % 64
     m_tile, half, g = inside // 16, inside % 16 // 8, inside % 8
-    t, word, element = k // 16, k % 16 // 8, k % 8
-    value = int(packed.words[tile, unit, m_tile, g * 4 + t, half * 2 + word])
-    code = value >> (4 * (element // 2 + 4 * (element % 2))) & 0xF
+    step, c = k // 16, k % 16
+    t, upper, odd = c % 8 // 2, c // 8, c % 2
+    value = int(packed.words[tile, unit, m_tile, g * 4 + t, half * 2 + step // 2])
+    code = value >> (4 * (2 * (step % 2) + upper + 4 * odd)) & 0xF
     at = (tile, unit // packed.group_units, inside // 32, g, m_tile % 2, half)
     zero = 8 if packed.zeros is None else int(packed.zeros[at])
     return float(packed.scales[at].float()) * (code - zero)

@@ -65,9 +65,17 @@ def time_graph(calls: list[Callable[[], object]], repeats: int = 7) -> float:
 
 def copy_bandwidth(device: torch.device, nbytes: int = 2 << 30) -> float:
     """Bytes per second read plus written by a large device-to-device copy."""
-    source = torch.empty(nbytes, dtype=torch.uint8, device=device).random_()
+    source = torch.randn(nbytes // 4, device=device)
     target = torch.empty_like(source)
-    return 2 * nbytes / time_graph([lambda: target.copy_(source)] * 4)
+    times = []
+    for _ in range(12):
+        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        target.copy_(source)
+        stop.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(stop) / 1e3)
+    return 2 * nbytes / statistics.median(times[2:])
 
 
 def matrix_rate(device: torch.device, size: int = 8192) -> float:

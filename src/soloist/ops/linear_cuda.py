@@ -19,7 +19,6 @@ TILE_N, UNIT_K = 256, 64
 ROW_TILES = (8, 16, 32, 64)
 THREADS, K_GROUPS = 512, 2
 MAX_STAGES = 8
-_WORDS_PER_UNIT = UNIT_K // 8
 
 
 @dataclass(frozen=True)
@@ -59,12 +58,19 @@ def _rows_to_tiles(values: torch.Tensor, tiles: int) -> torch.Tensor:
     return values.view(tiles, 8, 2, 2, 8, -1).permute(0, 5, 1, 4, 2, 3).contiguous()
 
 
-def _interleave_nibbles(words: torch.Tensor) -> torch.Tensor:
-    """Nibble e of a word moves to e // 2 (even e) or e // 2 + 4 (odd e): pairs decode with one mask."""
-    out = torch.zeros_like(words)
-    for e in range(8):
-        out |= ((words >> (4 * e)) & 0xF) << (4 * (e // 2 + 4 * (e % 2)))
-    return out
+def _fragment_words(codes: torch.Tensor) -> torch.Tensor:
+    """Natural words [rows, units, 2, 4] (word, step half) -> fragment words [4 lanes t, rows, units, 2].
+
+    Lane t takes byte t of four consecutive words: columns 2 t and 2 t + 1 of four runs of eight.
+    """
+    out = []
+    for t in range(4):
+        pair = (codes >> (8 * t)) & 0xFF
+        word = torch.zeros_like(pair[..., 0])
+        for i in range(4):
+            word |= (pair[..., i] & 0xF) << (4 * i) | (pair[..., i] >> 4) << (4 * i + 16)
+        out.append(word)
+    return torch.stack(out)
 
 
 def pack(weight: QuantizedWeight) -> PackedW4:
@@ -85,8 +91,8 @@ def pack(weight: QuantizedWeight) -> PackedW4:
         count = -(-codes.shape[0] // TILE_N)
         if codes.shape[0] < count * TILE_N:
             codes = torch.nn.functional.pad(codes, (0, 0, 0, count * TILE_N - codes.shape[0]))
-        fragments = codes.view(count, 16, 2, 8, units, 4, 2).permute(0, 4, 1, 3, 5, 2, 6)
-        words[first : first + count] = _interleave_nibbles(fragments).reshape(count, units, 16, 32, 4)
+        fragments = _fragment_words(codes.view(-1, units, 2, 4)).view(4, count, 16, 2, 8, units, 2)
+        words[first : first + count] = fragments.permute(1, 5, 2, 4, 0, 3, 6).reshape(count, units, 16, 32, 4)
     pad = torch.nn.functional.pad
     zeros = None if weight.zeros is None else _rows_to_tiles(pad(weight.zeros, (0, 0, 0, padding)), tiles)
     scales = _rows_to_tiles(pad(weight.scales, (0, 0, 0, padding)), tiles)
@@ -190,12 +196,11 @@ class W4Product:
                     self.workspace.arrivals.data_ptr(),
                     count,
                     n,
-                    k,
                     x.stride(0),
                     y.stride(0),
-                    w.words.shape[0],
                     k // UNIT_K,
                     w.group_units,
+                    *divmod(w.words.shape[0] * (k // UNIT_K), self.workspace.ctas),
                 ),
                 stream,
             )
@@ -223,7 +228,7 @@ class W4Prefill:
         }
         return nvrtc.load(
             "w4a16_prefill", "w4a16_prefill", self.workspace.arch, tuple(macros.items()), 256, shared,
-            "ppppp" + "iiiiiiii", False, self._cache,
+            "ppppp" + "iiiiiii", False, self._cache,
         )  # fmt: skip
 
     def warm(self) -> None:
@@ -248,7 +253,6 @@ class W4Prefill:
                 y.data_ptr(),
                 rows,
                 n,
-                k,
                 x.stride(0),
                 y.stride(0),
                 m_tiles,

@@ -13,15 +13,19 @@ __device__ __forceinline__ u32 smem_address(const void* p) {
 __device__ __forceinline__ void copy16(u32 dst, const void* src, int bytes) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(bytes) : "memory");
 }
-__device__ __forceinline__ void copy16_stream(u32 dst, const void* src, u64 policy) {
-    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "l"(policy)
-                 : "memory");
-}
 __device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int n> __device__ __forceinline__ void wait_group() { asm volatile("cp.async.wait_group %0;" ::"n"(n) : "memory"); }
 __device__ __forceinline__ uint4 load_shared(u32 a) {
     uint4 v;
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(a));
+    return v;
+}
+// Two 8 x 8 bf16 matrix pairs: the B fragments of two m16n8k16 steps. Lane l gives the address of row l % 8 of matrix l / 8.
+__device__ __forceinline__ uint4 load_fragments(u32 a) {
+    uint4 v;
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "r"(a));
     return v;
 }
 // Two codes at nibbles s and s + 4 as bf16 (128 + code), minus (128 + zero): exact integers.
@@ -51,3 +55,46 @@ __device__ __forceinline__ u16 to_bf16(float f) {
     asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(h) : "f"(f));
     return h;
 }
+
+// Barriers in shared memory: a stage is full when its bytes have landed, empty when every warp has read it.
+__device__ __forceinline__ void barrier_init(u32 bar, u32 arrivals) {
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(bar), "r"(arrivals) : "memory");
+}
+__device__ __forceinline__ void barrier_arrive(u32 bar) {
+    asm volatile("{ .reg .b64 t; mbarrier.arrive.shared.b64 t, [%0]; }" ::"r"(bar) : "memory");
+}
+__device__ __forceinline__ void barrier_wait(u32 bar, u32 parity) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile(
+        "{ .reg .pred p; WAIT_%=: mbarrier.try_wait.parity.shared.b64 p, [%0], %1; @p bra DONE_%=; bra WAIT_%=; DONE_%=: }" ::"r"(bar),
+        "r"(parity)
+        : "memory");
+#else
+    asm volatile(
+        "{ .reg .pred p; WAIT_%=: mbarrier.test_wait.parity.shared.b64 p, [%0], %1; @p bra DONE_%=; bra WAIT_%=; DONE_%=: }" ::"r"(bar),
+        "r"(parity)
+        : "memory");
+#endif
+}
+#if __CUDA_ARCH__ >= 900
+__device__ __forceinline__ void barrier_expect(u32 bar, u32 bytes) {
+    asm volatile("{ .reg .b64 t; mbarrier.arrive.expect_tx.shared.b64 t, [%0], %1; }" ::"r"(bar), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void bulk_copy(u32 dst, const void* src, u32 bytes, u32 bar) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(dst),
+                 "l"(src), "r"(bytes), "r"(bar)
+                 : "memory");
+}
+__device__ __forceinline__ void bulk_copy_stream(u32 dst, const void* src, u32 bytes, u32 bar, u64 policy) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
+            dst),
+        "l"(src), "r"(bytes), "r"(bar), "l"(policy)
+        : "memory");
+}
+#else
+// The barrier's count drops by one per lane when the lane's copies so far have landed.
+__device__ __forceinline__ void barrier_arrive_on_copies(u32 bar) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(bar) : "memory");
+}
+#endif

@@ -20,8 +20,8 @@
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS)
 w4a16_prefill(const u8* __restrict__ w, const u8* __restrict__ scales, const u8* __restrict__ zeros,
-              const u8* __restrict__ x, u16* __restrict__ y, int rows, int n_out, int k_in, int x_stride,
-              int y_stride, int m_tiles, int per_tile, int group_units) {
+              const u8* __restrict__ x, u16* __restrict__ y, int rows, int n_out, int x_stride, int y_stride,
+              int m_tiles, int per_tile, int group_units) {
     extern __shared__ __align__(128) u8 smem[];
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, g = lane / 4, t = lane % 4;
     const int warp_n = warp % 4, warp_m = warp / 4;
@@ -30,25 +30,42 @@ w4a16_prefill(const u8* __restrict__ w, const u8* __restrict__ scales, const u8*
     const int groups = (per_tile + group_units - 1) / group_units;
     const u32 ring = smem_address(smem);
 
-    auto fetch = [&](int k, int slot) {
-        const u32 stage = ring + slot * STAGE_BYTES;
-        const u8* source = w + ((u64)tile256 * per_tile + k) * 8192 + upper * W_BYTES;
-        copy16(stage + thread * 16, source + thread * 16, 16);
+    // A thread always copies the same 16 bytes of a weight unit and the same chunk of four rows.
+    const u8* w_at = w + (u64)tile256 * per_tile * 8192 + upper * W_BYTES + thread * 16;
+    const u8* x_from[4];
+    int x_bytes[4];
 #pragma unroll
-        for (int i = thread; i < TILE_M * 8; i += THREADS) {
-            const int row = m_tile * TILE_M + i / 8, column = k * UNIT_K + (i % 8) * 8;
-            const bool inside = row < rows && column < k_in;
-            copy16(stage + W_BYTES + (i / 8) * X_STRIDE + (i % 8) * 16,
-                   x + (inside ? ((u64)row * x_stride + column) * 2 : 0), inside ? 16 : 0);
-        }
-        const u64 group = (u64)tile256 * groups + k / group_units;
-        if (thread < 16)
-            copy16(stage + W_BYTES + X_BYTES + thread * 16, scales + group * 512 + upper * S_BYTES + thread * 16, 16);
+    for (int i = 0; i < 4; ++i) {
+        const int row = m_tile * TILE_M + thread / 8 + i * 32;
+        x_bytes[i] = row < rows ? 16 : 0;
+        x_from[i] = x + ((u64)(row < rows ? row : 0) * x_stride + thread % 8 * 8) * 2;
+    }
+    const u32 x_to = W_BYTES + thread / 8 * X_STRIDE + thread % 8 * 16;
+    int group_left = group_units;
+    const u8* s_at = scales + (u64)tile256 * groups * 512 + upper * S_BYTES + thread % 16 * 16;
 #if HAS_ZEROS
-        if (thread >= 32 && thread < 40)
-            copy16(stage + W_BYTES + X_BYTES + S_BYTES + (thread - 32) * 16,
-                   zeros + group * 256 + upper * TILE_N + (thread - 32) * 16, 16);
+    const u8* z_at = zeros + (u64)tile256 * groups * 256 + upper * TILE_N + thread % 8 * 16;
 #endif
+    auto fetch = [&](int slot) {        // the next unit, in order
+        const u32 stage = ring + slot * STAGE_BYTES;
+        copy16(stage + thread * 16, w_at, 16);
+        w_at += 8192;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            copy16(stage + x_to + i * 32 * X_STRIDE, x_from[i], x_bytes[i]);
+            x_from[i] += 2 * UNIT_K;
+        }
+        if (thread < 16) copy16(stage + W_BYTES + X_BYTES + thread * 16, s_at, 16);
+#if HAS_ZEROS
+        if (thread >= 32 && thread < 40) copy16(stage + W_BYTES + X_BYTES + S_BYTES + (thread - 32) * 16, z_at, 16);
+#endif
+        if (--group_left == 0) {
+            group_left = group_units;
+            s_at += 512;
+#if HAS_ZEROS
+            z_at += 256;
+#endif
+        }
     };
 
     float total[2][8][4];
@@ -61,14 +78,14 @@ w4a16_prefill(const u8* __restrict__ w, const u8* __restrict__ scales, const u8*
 
 #pragma unroll
     for (int s = 0; s < STAGES - 1; ++s) {
-        if (s < per_tile) fetch(s, s);
+        if (s < per_tile) fetch(s);
         commit();
     }
     int slot = 0;
     for (int k = 0; k < per_tile; ++k) {
         wait_group<STAGES - 2>();
         __syncthreads();
-        if (k + STAGES - 1 < per_tile) fetch(k + STAGES - 1, slot == 0 ? STAGES - 1 : slot - 1);
+        if (k + STAGES - 1 < per_tile) fetch(slot == 0 ? STAGES - 1 : slot - 1);
         commit();
         const u32 stage = ring + slot * STAGE_BYTES;
         slot = slot + 1 == STAGES ? 0 : slot + 1;
@@ -103,11 +120,11 @@ w4a16_prefill(const u8* __restrict__ w, const u8* __restrict__ scales, const u8*
         }
         const float s00 = scale_value((u16)packed_scales[0]), s01 = scale_value((u16)(packed_scales[0] >> 16));
         const float s10 = scale_value((u16)packed_scales[1]), s11 = scale_value((u16)(packed_scales[1] >> 16));
-        const u32 x_at = stage + W_BYTES + (warp_m * 64 + g) * X_STRIDE + t * 32;
+        const u32 x_at = stage + W_BYTES + (warp_m * 64 + lane % 8) * X_STRIDE + lane / 8 * 16;
 #pragma unroll
         for (int n = 0; n < 8; ++n) {
-            const uint4 b0 = load_shared(x_at + n * 8 * X_STRIDE);
-            const uint4 b1 = load_shared(x_at + n * 8 * X_STRIDE + 16);
+            const uint4 b0 = load_fragments(x_at + n * 8 * X_STRIDE);
+            const uint4 b1 = load_fragments(x_at + n * 8 * X_STRIDE + 64);
 #pragma unroll
             for (int m = 0; m < 2; ++m) {
                 float part[4] = {0.f, 0.f, 0.f, 0.f};
