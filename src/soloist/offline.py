@@ -32,6 +32,8 @@ from soloist.server.template import ChatTemplate
 from soloist.server.text import StopHalt, TextStream
 from soloist.server.tokenizer import Tokenizer
 
+GENERATE_TOKENS = 128
+
 Messages = str | Sequence[dict[str, Any]]
 
 
@@ -113,9 +115,10 @@ class Engine:
     ) -> list[Output]:
         """Raw continuations of several prompts (texts or token ids), run together; no chat template.
 
-        `params` without stop ids ends at the model's EOS.
+        Without `params`: the model's sampling defaults and at most `GENERATE_TOKENS` tokens. `params` without stop ids
+        end at the model's EOS.
         """
-        given = params or self._params({})
+        given = params or self._params({"max_tokens": GENERATE_TOKENS})
         if not given.stop_ids:
             given = replace(given, stop_ids=self.engine.eos_ids)
         started = []
