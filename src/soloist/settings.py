@@ -56,6 +56,46 @@ class Settings:
         "auto", "How drafts are verified when sampling; auto: coupled for requests with a seed.", group="Sampling"
     )
 
+    spec: Literal["auto", "none", "mtp", "dflash2"] = knob(
+        "auto", "Drafter; auto: dflash2 where DRAFTER is given, else mtp where the model has it.", group="Speculation"
+    )
+    drafter: str = knob(
+        "auto", "Directory of the DFlash2 drafter; auto: `dflash2/` inside the model directory.", group="Speculation"
+    )
+    draft_tokens: int = knob(4, "Tokens the MTP module drafts per step.", group="Speculation", low=1, high=8)
+    draft_sample: bool = knob(
+        True, "Draft by sampling where the request samples; 0: always the likeliest token.", group="Speculation"
+    )
+    mtp_draft_vocab: bool = knob(
+        True, "Draft from the truncated vocabulary where the model has one.", group="Speculation"
+    )
+    dflash_tokens: int = knob(
+        7, "Draft rows of a DFlash2 chain (TREE=0), lookup included; 15 suits copying.", group="Speculation", low=1
+    )
+    verify_rows: int = knob(
+        16, "Rows one request may verify in a step, the anchor included.", group="Speculation", low=1, high=64
+    )
+    tree: bool = knob(True, "Verify a tree of alternatives; 0: one chain.", group="Speculation")
+    block_rule: Literal["saturated", "gain"] = knob(
+        "gain", "How the rows of a step are chosen: two saturated steps, or expected gain.", group="Speculation"
+    )
+    lookup: bool = knob(True, "Draft from the request's own text.", group="Lookup")
+    lookup_nmin: int = knob(6, "Shortest match in tokens.", group="Lookup", low=1)
+    lookup_nmax: int = knob(12, "Match length from which the most recent match wins.", group="Lookup", low=1)
+    lookup_nstrong: int = knob(6, "Match length trusted alone to replace drafted tokens.", group="Lookup", low=0)
+    lookup_agree: int = knob(0, "Tokens drafter and match must agree on below LOOKUP_NSTRONG.", group="Lookup", low=0)
+    lookup_nmin_tail: int = knob(4, "Match length for rows beyond the drafter's block.", group="Lookup", low=0)
+    lookup_longmin: int = knob(6, "Match length that counts towards the long block.", group="Lookup", low=0)
+    lookup_search: int = knob(0, "Look only this many tokens back; 0: everywhere.", group="Lookup", low=0)
+    lookup_extend: bool = knob(True, "Copy on through the end of the text (periodic text).", group="Lookup")
+    lookup_adaptive: bool = knob(
+        True, "BLOCK_RULE=saturated: long blocks only while a copy runs; 0: always.", group="Lookup"
+    )
+    lookup_sticky: int = knob(3, "BLOCK_RULE=saturated: steps the long block is held.", group="Lookup", low=0)
+    lookup_cheap_ctx: int = knob(
+        0, "BLOCK_RULE=saturated: contexts up to this length always get the long block.", group="Lookup", low=0
+    )
+
     device: Literal["auto", "cpu", "cuda"] = knob("auto", "Where the model runs.", group="Numerics")
     dtype: Literal["auto", "float32", "bfloat16"] = knob(
         "auto", "Type of activations and products; auto: float32 on a CPU, bfloat16 on a card.", group="Numerics"

@@ -147,7 +147,7 @@ def test_the_graph_holds_the_chain(room) -> None:
         state = graph.nexts[state][0]
     for tokens, probs, nexts in zip(graph.tokens, graph.probs, graph.nexts, strict=True):
         assert len(set(tokens)) == len(tokens) == len(probs) == len(nexts)
-        assert all(a >= b for a, b in zip(probs, probs[1:], strict=False)) and sum(probs) < 1 + 1e-5
+        assert probs == sorted(probs, reverse=True) and sum(probs) < 1 + 1e-5
         assert all(-1 <= n < len(graph.tokens) for n in nexts)
 
 
