@@ -13,11 +13,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import soloist
+from soloist.combinations import NEEDS
 from soloist.errors import SettingError
 from soloist.knobs import Knob, edit_distance, lookalike
 from soloist.settings import KNOBS, Settings, defaults, from_process, read_dotenv, resolve
 
 ROOT = Path(__file__).resolve().parent.parent
+
+
+def companions(name: str) -> dict[str, str]:
+    """What must stand in the environment for this knob to be allowed at all."""
+    beside = {need.other: need.values[-1] for need in NEEDS if name in need.knobs}
+    if name == "lookup_nmax":
+        beside["lookup_nmin"] = 1
+    return {KNOBS[n].env: KNOBS[n].show(value) for n, value in beside.items()}
 
 
 def legal(knob: Knob) -> list[Any]:
@@ -45,8 +54,8 @@ def test_flag_beats_environment_beats_dotenv_beats_default(name: str) -> None:
     env = {knob.env: knob.show(other)}
     dotenv = {knob.env: knob.show(flag)}
 
-    def value(*sources: Any) -> tuple[Any, str]:
-        settings = resolve(*sources)
+    def value(flags: Any, env: Any, dotenv: Any) -> tuple[Any, str]:
+        settings = resolve(flags, companions(name) | env, dotenv)
         return getattr(settings, name), settings.origins[name]
 
     assert value({name: knob.show(flag)}, env, {}) == (flag, "flag")
@@ -93,7 +102,6 @@ def test_every_knob_has_a_user(name: str) -> None:
         (({}, {"SOLOIST_COLOUR": "1"}, {}), "SOLOIST_COLOUR (environment) is not a knob", "`soloist knobs`"),
         (({}, {}, {"MAX_SEQ": "4"}), "MAX_SEQ (.env) is not a knob", "Did you mean MAX_SEQS?"),
         (({}, {}, {"SOLOIST_PROT": "4"}), "SOLOIST_PROT (.env) is not a knob", "Did you mean PORT?"),
-        (({}, {"API_KEY": "a b"}, {}), "API_KEY contains white space", "commas"),
     ],
 )
 def test_refusals_name_the_value_and_the_nearest_valid_one(sources: Any, message: str, remedy: str) -> None:
@@ -101,6 +109,32 @@ def test_refusals_name_the_value_and_the_nearest_valid_one(sources: Any, message
         resolve(*sources)
     assert message in refused.value.message
     assert remedy in refused.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("given", "message", "remedy"),
+    [
+        ("SPEC=none DRAFT_TOKENS=3", "DRAFT_TOKENS has no effect with SPEC=none", "Set SPEC=mtp"),
+        ("SPEC=dflash2 DRAFT_TOKENS=3", "DRAFT_TOKENS has no effect with SPEC=dflash2", "Set SPEC=mtp"),
+        ("SPEC=mtp DRAFTER=x", "DRAFTER has no effect with SPEC=mtp", "Set SPEC=dflash2"),
+        ("SPEC=dflash2 DFLASH_TOKENS=7", "DFLASH_TOKENS has no effect with TREE=1", "Set TREE=0"),
+        ("LOOKUP=0 LOOKUP_NMIN=4", "LOOKUP_NMIN has no effect with LOOKUP=0", "leave LOOKUP_NMIN out"),
+        ("BLOCK_RULE=gain LOOKUP_STICKY=1", "LOOKUP_STICKY has no effect with BLOCK_RULE=gain", "BLOCK_RULE=saturated"),
+        ("LOOKUP_NMIN=8 LOOKUP_NMAX=7", "LOOKUP_NMAX=7 is below LOOKUP_NMIN=8", "LOOKUP_NMAX=8"),
+        ("SPEC=mtp VERIFY_ROWS=1", "VERIFY_ROWS=1 leaves no row", "VERIFY_ROWS=2"),
+        ("VERIFY_ROWS=4 DRAFT_TOKENS=4", "do not fit VERIFY_ROWS=4", "Set DRAFT_TOKENS=3 or VERIFY_ROWS=5"),
+        ("API_KEY=a\tb", "API_KEY contains white space", "commas"),
+    ],
+)
+def test_impossible_combinations_are_refused(given: str, message: str, remedy: str) -> None:
+    with pytest.raises(SettingError) as refused:
+        resolve({}, dict(pair.split("=") for pair in given.split(" ")), {})
+    assert message in refused.value.message and remedy in refused.value.remedy
+
+
+def test_a_stronger_source_may_make_a_weaker_one_pointless() -> None:
+    settings = resolve({"spec": "none"}, {}, {"SPEC": "mtp", "DRAFT_TOKENS": "3"})
+    assert settings.spec == "none" and settings.notes == ("DRAFT_TOKENS has no effect with SPEC=none.",)
 
 
 def test_a_slip_in_the_environment_is_a_note_and_strangers_are_not() -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
+from soloist.combinations import check
 from soloist.errors import SettingError
 from soloist.knobs import Knob, Origin, knob, lookalike, table
 
@@ -148,10 +149,8 @@ def resolve(flags: Mapping[str, str | None], environ: Mapping[str, str], dotenv:
                 values[name] = item.parse(text, origin)
                 origins[name] = origin
                 break
-    settings = Settings(**values, origins=MappingProxyType(origins), notes=tuple(notes))
-    for rule in RULES:
-        rule(settings)
-    return settings
+    settings = Settings(**values, origins=MappingProxyType(origins))
+    return dataclasses.replace(settings, notes=(*notes, *check(settings, KNOBS)))
 
 
 def from_process(flags: Mapping[str, str | None] | None = None, directory: Path = Path(".")) -> Settings:
@@ -203,15 +202,6 @@ def _strangers_in_dotenv(dotenv: Mapping[str, str | None]) -> list[str]:
             raise _unknown(name, ".env")
         notes.append(f"{name} in .env is not a knob and has no effect on Soloist.")
     return notes
-
-
-def _keys_without_spaces(settings: Settings) -> None:
-    for key in settings.api_key:
-        if any(c.isspace() for c in key):
-            raise SettingError("API_KEY contains white space.", "Separate several keys by commas, without spaces.")
-
-
-RULES: tuple[Callable[[Settings], None], ...] = (_keys_without_spaces,)
 
 
 def defaults() -> dict[str, Any]:

@@ -1,0 +1,111 @@
+"""Which knobs exclude each other. `settings.resolve` calls `check` on what it has put together.
+
+Two kinds of fault: a knob the user set that cannot have an effect beside another (`NEEDS`, a table), and values that
+contradict each other (`RULES`, functions). A knob made pointless by a stronger source than its own is a note, not a
+fault: `--spec none` for one run must not require editing `.env`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from soloist.errors import SettingError
+from soloist.knobs import Knob
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from soloist.settings import Settings
+
+STRENGTH = {"default": 0, ".env": 1, "environment": 2, "flag": 3}
+
+
+@dataclass(frozen=True)
+class Needs:
+    """`knobs` have an effect only while `other` has one of `values`; the first of them is the one to suggest."""
+
+    knobs: tuple[str, ...]
+    other: str
+    values: tuple[Any, ...]
+
+
+NEEDS = (
+    Needs(("draft_tokens",), "spec", ("mtp", "auto")),
+    Needs(("drafter", "dflash_tokens"), "spec", ("dflash2", "auto")),
+    Needs(("draft_sample", "mtp_draft_vocab"), "spec", ("auto", "mtp", "dflash2")),
+    Needs(("dflash_tokens",), "tree", (False,)),
+    Needs(
+        (
+            "lookup_nmin",
+            "lookup_nmax",
+            "lookup_nstrong",
+            "lookup_agree",
+            "lookup_nmin_tail",
+            "lookup_longmin",
+            "lookup_search",
+            "lookup_extend",
+            "lookup_adaptive",
+            "lookup_sticky",
+            "lookup_cheap_ctx",
+        ),
+        "lookup",
+        (True,),
+    ),
+    Needs(("lookup_adaptive", "lookup_sticky", "lookup_cheap_ctx"), "block_rule", ("saturated",)),
+)
+
+
+def check(settings: Settings, knobs: Mapping[str, Knob]) -> list[str]:
+    """Notes about knobs without effect; raises SettingError for a combination that cannot be meant."""
+    notes = []
+    for need in NEEDS:
+        other = knobs[need.other]
+        now = getattr(settings, need.other)
+        if now in need.values:
+            continue
+        for name in need.knobs:
+            if not settings.given(name):
+                continue
+            fault = f"{knobs[name].env} has no effect with {other.env}={other.show(now)}."
+            if STRENGTH[settings.origins[name]] < STRENGTH[settings.origins[need.other]]:
+                notes.append(fault)
+                continue
+            wanted = f"{other.env}={other.show(need.values[0])}"
+            raise SettingError(fault, f"Set {wanted}, or leave {knobs[name].env} out.")
+    for rule in RULES:
+        rule(settings)
+    return notes
+
+
+def _keys_without_spaces(settings: Settings) -> None:
+    if any(c.isspace() for key in settings.api_key for c in key):
+        raise SettingError("API_KEY contains white space.", "Separate several keys by commas, without spaces.")
+
+
+def _match_lengths_in_order(settings: Settings) -> None:
+    if settings.lookup_nmax < settings.lookup_nmin:
+        raise SettingError(
+            f"LOOKUP_NMAX={settings.lookup_nmax} is below LOOKUP_NMIN={settings.lookup_nmin}.",
+            f"The nearest valid value is LOOKUP_NMAX={settings.lookup_nmin}.",
+        )
+
+
+def _rows_for_drafts(settings: Settings) -> None:
+    rows = settings.verify_rows
+    if rows < 2 and settings.spec in ("mtp", "dflash2"):
+        raise SettingError(
+            f"VERIFY_ROWS={rows} leaves no row for a draft of SPEC={settings.spec}.",
+            "Set VERIFY_ROWS=2 or more, or SPEC=none.",
+        )
+    for name in ("draft_tokens", "dflash_tokens"):
+        tokens = getattr(settings, name)
+        if settings.given(name) and tokens >= rows:
+            raise SettingError(
+                f"{name.upper()}={tokens} and the anchor do not fit VERIFY_ROWS={rows}.",
+                f"Set {name.upper()}={rows - 1} or VERIFY_ROWS={tokens + 1}.",
+            )
+
+
+RULES: tuple[Callable[[Settings], None], ...] = (_keys_without_spaces, _match_lengths_in_order, _rows_for_drafts)
