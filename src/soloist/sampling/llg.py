@@ -15,7 +15,7 @@ import json
 from collections import OrderedDict
 from collections.abc import Sequence
 from threading import Lock
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -24,6 +24,9 @@ from tokenizers import Tokenizer
 
 from soloist.errors import EngineError, RequestError
 from soloist.sampling.grammar import Grammar
+
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
 
 MAX_WHITESPACE = 32
 _CACHED = 64
@@ -54,7 +57,7 @@ class GrammarCompiler:
         param: str = "response_format",
     ) -> LLGrammar:
         """A value of the schema. Raises RequestError with the compiler's message; `param` names the request field."""
-        options: dict[str, Any] = {"whitespace_flexible": False}
+        options: JsonCompileOptions = {"whitespace_flexible": False}
         if any_whitespace:
             options = {"whitespace_pattern": whitespace_pattern or rf"[\x20\x0A\x0D\x09]{{1,{MAX_WHITESPACE}}}"}
         try:

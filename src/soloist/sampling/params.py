@@ -93,4 +93,12 @@ class SamplingParams:
         ):
             check(all(0 <= i < vocab_size for i in ids), name, f"made of token ids below {vocab_size}")
         check(all(self.bad_words), "bad_words", "made of non-empty words")
+        if self.thinking is not None:
+            check(self.thinking.tokens >= 0, "thinking_token_budget", "at least 0")
+            check(
+                self.thinking.end_id in self.thinking.close_ids
+                and all(0 <= i < vocab_size for i in self.thinking.close_ids),
+                "thinking_token_budget",
+                "used with a model whose close sequence holds its end-of-thinking token",
+            )
         return self

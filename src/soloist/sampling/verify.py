@@ -18,6 +18,7 @@ The History is walked and brought back: committing the emitted tokens is the cal
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -122,7 +123,7 @@ def _child(proposal: Proposal, branches: list[int], token: int) -> int:
     return next((c for c in branches if proposal.tokens[c] == token), -1)
 
 
-def _plain_argmax(rows: torch.Tensor):
+def _plain_argmax(rows: torch.Tensor) -> Callable[[int], int]:
     """row index -> argmax of the untouched row; one pass over all rows where that costs one transfer, else lazily."""
     if rows.device.type == "cpu":
         array = rows.detach().to(torch.float32).numpy()
@@ -143,21 +144,43 @@ def _plain_argmax(rows: torch.Tensor):
     return fetched
 
 
-def _try_branches(law: TargetLaw, proposal: Proposal, branches: list[int], seed: int, position: int) -> tuple[int, int]:
-    """Multi-branch rejection at one row: (emitted token, accepted node or -1)."""
-    accept = Noise.at(seed, Stream.ACCEPT, position)
+@dataclass(frozen=True)
+class Trial:
+    """One step of multi-branch rejection: accept `node` with probability `accept`, else the next trial.
+
+    The last one has node -1 and the law `rest` that is left when every child was rejected.
+    """
+
+    node: int
+    accept: float
+    rest: TargetLaw | None = None
+
+
+def branch_trials(law: TargetLaw, proposal: Proposal, branches: list[int]) -> Iterator[Trial]:
+    """The trials at one row in their order: every probability of the rule, and none of its randomness.
+
+    `law` is p of the row, `branches` its children. What is left of p is computed only if the next trial is asked for.
+    """
     ids, r = law.ids, law.probs
-    for trial, node in enumerate(branches):
+    for node in branches:
         token, q = proposal.tokens[node], proposal.laws[node]
         place = _find(ids, token)
         mass = float(r[place]) if place >= 0 else 0.0
-        q_token = 1.0 if q is None else _mass(q, token)
-        if accept.uniform(trial) * q_token < mass:
-            return token, node
+        yield Trial(node, min(1.0, mass / (1.0 if q is None else _mass(q, token))))
         r = _residual(ids, r, token, q)
     keep = np.flatnonzero(r)
-    rest = TargetLaw.of(ids[keep], np.log(r[keep]).astype(np.float32))
-    return rest.sample(Noise.at(seed, Stream.RESIDUAL, position)), -1
+    yield Trial(-1, 1.0, TargetLaw.of(ids[keep], np.log(r[keep]).astype(np.float32)))
+
+
+def _try_branches(law: TargetLaw, proposal: Proposal, branches: list[int], seed: int, position: int) -> tuple[int, int]:
+    """Multi-branch rejection at one row: (emitted token, accepted node or -1)."""
+    accept = Noise.at(seed, Stream.ACCEPT, position)
+    for number, trial in enumerate(branch_trials(law, proposal, branches)):
+        if trial.rest is not None:
+            return trial.rest.sample(Noise.at(seed, Stream.RESIDUAL, position)), -1
+        if accept.uniform(number) < trial.accept:
+            return proposal.tokens[trial.node], trial.node
+    raise AssertionError("the last trial always ends the walk")
 
 
 def _residual(ids: np.ndarray, r: np.ndarray, token: int, q: Law | None) -> np.ndarray:
