@@ -53,6 +53,18 @@ NEEDS = (
         "lookup",
         (True,),
     ),
+    Needs(
+        (
+            "settle",
+            "snapshot_every",
+            "host_cache_gb",
+            "session_dir",
+            "session_cache_gb",
+            "session_flush_s",
+        ),
+        "prefix_cache",
+        (True,),
+    ),
     Needs(("lookup_adaptive", "lookup_sticky", "lookup_cheap_ctx"), "block_rule", ("saturated",)),
 )
 

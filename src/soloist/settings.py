@@ -53,6 +53,27 @@ class Settings:
     max_seqs: int = knob(8, "Requests decoded at the same time.", group="Scheduling", low=1, high=256)
     prefill_slice_ms: int = knob(150, "Longest prefill slice while another request decodes.", group="Scheduling", low=1)
 
+    prefix_cache: bool = knob(True, "Resume from known prompt prefixes instead of computing them again.", group="Memory")
+    settle: bool = knob(True, "Prefill finished turns when idle, so that the next turn starts warm.", group="Memory")
+    snapshot_every: int = knob(
+        2048, "Tokens between snapshots inside a long prompt; 0: at message ends only.", group="Memory", low=0
+    )
+    reserve_tokens: int = knob(
+        2048, "Answer tokens that must be free before a request is admitted.", group="Memory", low=64
+    )
+    host_cache_gb: float = knob(
+        4.0, "Host memory for snapshots and for pages that left the pool, in GiB.", group="Memory", low=0
+    )
+    session_dir: str = knob(
+        "auto",
+        "Directory of saved sessions, or none; auto: ~/.cache/soloist/sessions, none for the demo.",
+        group="Memory",
+    )
+    session_cache_gb: float = knob(20.0, "Largest size of SESSION_DIR in GiB.", group="Memory", low=0)
+    session_flush_s: float = knob(
+        2.0, "Seconds in which a settled turn is on disk; slower writes are logged.", group="Memory", low=0
+    )
+
     sampler: Literal["auto", "coupled", "rejection"] = knob(
         "auto", "How drafts are verified when sampling; auto: coupled for requests with a seed.", group="Sampling"
     )

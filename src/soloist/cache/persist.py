@@ -111,6 +111,11 @@ class Persister:
             if segment is None:
                 self.cache.prune()
 
+    def close(self) -> None:
+        """Wait for the writer and stop it."""
+        self.store.close()
+        self.poll()
+
     def restore(self) -> int:
         """Hang every usable session file into the tree; returns the tokens that became reachable. Reads no KV."""
         known: dict[bytes, Node] = {node.digest: node for node in self.cache.nodes()}

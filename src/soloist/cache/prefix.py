@@ -309,6 +309,14 @@ class PrefixCache:
     def _rank(self) -> dict[Node, Standing]:
         return standings(self._roots.values(), self.cost, self._page_bytes / PAGE)
 
+    def available(self, tokens: Sequence[int] | Trail, salt: str = "") -> int:
+        """Pages a request for `tokens` could count on: free, evictable, or its own prefix in use by others."""
+        trail = self._trail(tokens, salt)
+        path = trail.follow(max(len(trail) - 1, 0) // self.grid)
+        references = self.allocator.references
+        idle = sum(references(p) == 1 for node in self.nodes() for p in node.pages or ())
+        return self.allocator.free + idle + sum(references(p) > 1 for node in path for p in node.pages or ())
+
     def _loose(self, node: Node, gone: Iterable[Node] = ()) -> bool:
         """The tree alone owns the node's pages, and no child still has pages."""
         if node.pages is None or node.parent is None:

@@ -8,7 +8,7 @@ looks inside; whoever takes a snapshot also restores it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -41,15 +41,24 @@ def host_copy(tensor: torch.Tensor) -> torch.Tensor:
     return pinned
 
 
-def grid_points(prompt_len: int, boundaries: Iterable[int], every: int, grid: int = PAGE) -> list[int]:
+def grid_points(
+    prompt_len: int, boundaries: Sequence[int], every: int, grid: int = PAGE, recent: int = 4, gap: int = 512
+) -> list[int]:
     """Lengths at which a prefill of `prompt_len` tokens should leave a snapshot, ascending multiples of `grid`.
 
-    boundaries   token counts at which a message of the prompt ends: the grid point at or before each
+    boundaries   ascending token counts at which a message of the prompt ends: the grid point at or before each of
+                 the last `recent`, and of older ones where the next point is at least `gap` tokens away
     every        SNAPSHOT_EVERY: one snapshot per so many tokens of a long prompt; 0 = none
     Always the last grid point of the prompt, and the last one that leaves a token to run (for a resend).
     """
     wanted = {prompt_len, prompt_len - 1}
-    wanted.update(b for b in boundaries if 0 < b <= prompt_len)
+    inside = [b for b in boundaries if 0 < b <= prompt_len]
+    wanted.update(inside[max(0, len(inside) - recent) :])
+    following = prompt_len
+    for boundary in reversed(inside):
+        if following - boundary >= gap:
+            wanted.add(boundary)
+            following = boundary
     if every > 0:
         wanted.update(range(every, prompt_len + 1, every))
     return sorted({point - point % grid for point in wanted if point >= grid})

@@ -6,11 +6,12 @@ the block's own rows never do.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 
+from soloist.cache.kv import KVStore
 from soloist.drafting.choice import pick, rank
 from soloist.drafting.draft import CandidateGraph, Draft
 from soloist.drafting.drafter import Ask, Backlog, SettledTokens
@@ -39,6 +40,10 @@ class DFlash2Drafter:
         self._span: dict[int, tuple[int, int]] = {}
         self._backlog = Backlog(EAGER)
         self._next = self._successors()
+
+    @property
+    def stores(self) -> Mapping[str, KVStore]:
+        return {}
 
     @property
     def nbytes(self) -> int:

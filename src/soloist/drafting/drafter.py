@@ -8,12 +8,13 @@ roll back.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 
+from soloist.cache.kv import KVStore
 from soloist.drafting.draft import Draft
 from soloist.sampling.params import SamplingParams
 from soloist.sampling.verify import Mode
@@ -68,6 +69,10 @@ class Drafter(Protocol):
     name: str
     taps: tuple[int, ...]
     depth: int
+
+    @property
+    def stores(self) -> Mapping[str, KVStore]:
+        """KV kept on the requests' pages, by name: it travels with them through every tier."""
 
     @property
     def nbytes(self) -> int:

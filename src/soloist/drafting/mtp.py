@@ -7,19 +7,19 @@ a rejected chain can survive.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
+from soloist.cache.kv import KVStore
 from soloist.drafting.choice import pick, rank
 from soloist.drafting.draft import CandidateGraph, Draft
 from soloist.drafting.drafter import Ask, Backlog, SettledTokens
 from soloist.drafting.proposal import Law
 from soloist.models.mtp import MTPModule
-from soloist.models.state import KV
 from soloist.models.step import token_rows
 
 # Candidates looked at per row. A law over the 64 likeliest tokens is as legal as any other and costs no more to use.
@@ -116,13 +116,17 @@ class MTPDrafter:
     name = "mtp"
     taps: tuple[int, ...] = ()
 
-    def __init__(self, module: MTPModule, kv: KV, depth: int, beam: int = 2) -> None:
+    def __init__(self, module: MTPModule, kv: KVStore, depth: int, beam: int = 2) -> None:
         self.module, self.kv, self.depth, self.beam = module, kv, depth, beam
         self._backlog = Backlog(EAGER)
         self._end: dict[int, int] = {}  # tokens absorbed per slot
         self._output: dict[int, torch.Tensor] = {}  # [H] module output of the newest computed row
         self._before: dict[int, torch.Tensor] = {}  # [H] target hidden of the newest absorbed token
         self._resumed: set[int] = set()  # slots whose first row after a resume pairs with the snapshot's hidden
+
+    @property
+    def stores(self) -> Mapping[str, KVStore]:
+        return {"mtp": self.kv}
 
     @property
     def nbytes(self) -> int:
@@ -205,12 +209,18 @@ class MTPDrafter:
         self._compute([slot])
         if self._end.get(slot, 0) != cut:
             raise ValueError(f"slot {slot} has absorbed {self._end.get(slot, 0)} tokens, not {cut}")
-        return {"mtp.hidden": self._before[slot].clone()}
+        # The output serves a request that goes on with the very next token it knew; a branch computes its own.
+        kept = {"mtp.hidden": self._before[slot].clone()}
+        if slot in self._output:
+            kept["mtp.output"] = self._output[slot].clone()
+        return kept
 
     def load(self, slot: int, cut: int, tensors: dict[str, torch.Tensor]) -> None:
         self.drop(slot)
         self._end[slot] = cut
         self._before[slot] = tensors["mtp.hidden"].to(self.module.device)
+        if "mtp.output" in tensors:
+            self._output[slot] = tensors["mtp.output"].to(self.module.device)
         self._resumed.add(slot)
 
     # -- drafting --------------------------------------------------------------------------------------------------

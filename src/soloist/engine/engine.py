@@ -19,8 +19,10 @@ from dataclasses import replace
 
 from soloist.engine.memory import Memory
 from soloist.engine.request import Event, Phase, Request
+from soloist.engine.reuse import Reuse
 from soloist.engine.runner import Runner
 from soloist.engine.scheduler import DecodeStep, PrefillSlice, Scheduler
+from soloist.engine.settle import Settler
 from soloist.engine.speculation import Speculation
 from soloist.engine.status import EngineStatus
 from soloist.errors import ContextLengthError, EngineDeadError, EngineError, OverloadedError, RequestError, SoloistError
@@ -39,7 +41,9 @@ class Engine:
         model: Qwen35,
         memory: Memory,
         speculation: Speculation,
+        reuse: Reuse,
         *,
+        settle: bool = True,
         max_len: int,
         max_queue: int,
         prefill_slice_ms: float,
@@ -54,8 +58,12 @@ class Engine:
         self.model, self.memory, self.speculation = model, memory, speculation
         self._max_queue, self._sampler = max_queue, sampler
         self._knobs, self._degraded = dict(knobs), degraded
-        self.scheduler = Scheduler(memory.admit, prefill_slice_ms)
-        self.runner = Runner(model, memory, speculation, max_len, verify_rows, self._finish, self._fault)
+        self.reuse = reuse
+        self.scheduler = Scheduler(reuse.admit, reuse.resume, prefill_slice_ms)
+        self.runner = Runner(
+            model, memory, speculation, max_len, verify_rows, reuse.computed, self._finish, self._fault
+        )
+        self.settler = Settler(memory, reuse, self.runner) if settle else None
         self.counters: Counter[str] = Counter()
         self.worst_gap_ms = 0.0
         self._inbox: list[Request] = []
@@ -96,16 +104,25 @@ class Engine:
         return EngineStatus(
             running=len(scheduler.decoding) + len(scheduler.prefilling),
             waiting=len(scheduler.waiting) + len(self._inbox),
-            parked=0,
+            parked=len(scheduler.parked),
             slots_used=memory.slots_used,
             slots_total=memory.state.slots,
             pages_used=memory.pages.used,
             pages_total=memory.pages.total,
             idle_s=time.perf_counter() - busy if busy else 0.0,
-            counters=dict(self.counters),
+            counters=self._counts(),
             knobs=self._knobs,
             degraded=self._degraded,
         )
+
+    def _counts(self) -> dict[str, float]:
+        counts: dict[str, float] = dict(self.counters)
+        if self.settler is not None:
+            counts["settled_tokens"] = self.settler.tokens
+        if self.reuse.prefix is not None:
+            counts |= {f"cache_{name}": value for name, value in vars(self.reuse.prefix.stats).items()}
+            counts["cache_host_bytes"] = self.reuse.prefix.host_used
+        return counts
 
     def close(self, timeout: float = 10.0) -> None:
         """Stop the thread; open requests end with `abort`."""
@@ -150,6 +167,8 @@ class Engine:
                 with self._wake:
                     while not self._stopping and not self._inbox and not self._cancels and not self._has_work():
                         self._busy_since = 0.0
+                        if self._settling():
+                            break
                         self._wake.wait()
                     if self._stopping:
                         break
@@ -159,8 +178,7 @@ class Engine:
                 for request in arrived:
                     self.scheduler.add(request)
                 for request in cancelled:
-                    if request.phase is not Phase.DONE:
-                        self._end(request, Event(tokens=(), finish_reason="abort", stats=request.stats))
+                    self._cancel(request)
                 self.step()
                 self._busy_since = time.perf_counter()
         except BaseException as error:  # the loop itself failed: nothing can be trusted any more
@@ -170,10 +188,19 @@ class Engine:
             self._shut(None)
 
     def _has_work(self) -> bool:
-        return bool(self.scheduler.prefilling or self.scheduler.decoding or self.scheduler.waiting)
+        scheduler = self.scheduler
+        return bool(scheduler.prefilling or scheduler.decoding or scheduler.waiting or scheduler.parked)
+
+    def _settling(self) -> bool:
+        return self.settler is not None and self.settler.pending
 
     def step(self) -> None:
-        """One piece of work."""
+        """One piece of work: a request's if there is any, else a slice of a finished turn."""
+        if not self._has_work():
+            self._idle()
+            return
+        if self.settler is not None:
+            self.settler.interrupt()
         work = self.scheduler.next()
         if isinstance(work, PrefillSlice):
             self._prefill(work)
@@ -181,6 +208,22 @@ class Engine:
             self._decode(work)
         elif self.scheduler.waiting:
             self._refuse_the_impossible()
+
+    def _idle(self) -> None:
+        self.reuse.idle()
+        if self.settler is None or not self.settler.pending:
+            return
+        try:
+            self.settler.step()
+        except Exception as error:
+            self.settler.fail(error)
+
+    def _cancel(self, request: Request) -> None:
+        if request.phase is Phase.DONE:
+            return
+        if request.phase is Phase.PREFILL:
+            self.reuse.keep(request)  # what was computed stays usable
+        self._end(request, Event(tokens=(), finish_reason="abort", stats=request.stats))
 
     def _prefill(self, work: PrefillSlice) -> None:
         request = work.request
@@ -197,7 +240,8 @@ class Engine:
             self.scheduler.started(request)
 
     def _decode(self, work: DecodeStep) -> None:
-        ready = [r for r in work.requests if self._room(r)]
+        ready = [r for r in work.requests if r.phase is Phase.DECODE and self._room(r)]
+        ready = [r for r in ready if r.phase is Phase.DECODE]  # making room may have parked one of them
         if not ready:
             return
         try:
@@ -215,12 +259,28 @@ class Engine:
         self.counters["steps"] += 1
 
     def _room(self, request: Request) -> bool:
-        """Pages for the anchor; a pool that is dry ends the youngest request with the numbers."""
-        if self.memory.grow(request, request.length):
-            return True
-        youngest = max(self.scheduler.running(), key=lambda r: r.id)
-        self._fault(youngest, EngineError(f"The pool of {self.memory.pages.total} pages is full."))
-        return youngest is not request and self.memory.grow(request, request.length)
+        """Pages for the anchor and the position after it. In a dry pool the youngest request makes way."""
+        while not self.memory.grow(request, request.length + 1):
+            youngest = max(self.scheduler.running(), key=lambda r: r.id)
+            if len(self.scheduler.running()) == 1:
+                self._fault(request, EngineError(f"The pool of {self.memory.pages.total} pages is full."))
+                return False
+            self._make_way(youngest)
+            if youngest is request:
+                return False
+        return True
+
+    def _make_way(self, request: Request) -> None:
+        """Move a request off the device: parked if it decodes, back to the front of the queue if it was prefilling."""
+        self.counters["preemptions"] += 1
+        if request.phase is Phase.DECODE:
+            self.reuse.park(request)
+            self.scheduler.park(request)
+            return
+        self.reuse.keep(request)
+        self.speculation.drop(request)
+        self.memory.release(request)
+        self.scheduler.requeue(request)
 
     def _refuse_the_impossible(self) -> None:
         """Nothing runs and the first in line still does not fit: it never will."""
@@ -247,6 +307,9 @@ class Engine:
         self.scheduler.remove(request)
         self.speculation.drop(request)
         self.memory.release(request)
+        request.parked_as = None
+        if self.settler is not None and event.finish_reason in ("stop", "length"):
+            self.settler.add(request)
         stats = request.stats
         stats.finished = time.perf_counter()
         self.worst_gap_ms = max(self.worst_gap_ms, 1000 * stats.worst_gap)
@@ -263,6 +326,12 @@ class Engine:
             log.exception("the listener of request %d failed", request.id)
 
     def _shut(self, error: EngineDeadError | None) -> None:
+        try:
+            if error is None and self.settler is not None:
+                self.settler.interrupt()
+            self.reuse.close()
+        except Exception:
+            log.exception("closing the cache")
         with self._wake:
             self._alive = False
             leftover, self._inbox = list(self.scheduler) + self._inbox, []
@@ -270,5 +339,3 @@ class Engine:
         for request in leftover:
             self.scheduler.remove(request)
             self._tell(request, Event(tokens=(), finish_reason=reason, error=error, stats=request.stats))
-
-

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal, Protocol
 
+from soloist.cache.parking import Parked
+from soloist.cache.tree import Trail
 from soloist.sampling.grammar import Grammar
 from soloist.sampling.history import History
 from soloist.sampling.logprobs import TokenLogprobs
@@ -111,6 +113,9 @@ class Request:
     pages: list[int] = field(default_factory=list)
     cancelled: bool = False
     prompt_rows: list[TokenLogprobs | None] = field(default_factory=list)
+    trail: Trail | None = None
+    snapshot_at: tuple[int, ...] = ()
+    parked_as: Parked | None = None
     stats: RequestStats = field(default_factory=RequestStats)
 
     def __post_init__(self) -> None:

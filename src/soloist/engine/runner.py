@@ -26,7 +26,8 @@ Fault = Callable[[Request, Exception], None]
 
 
 class Runner:
-    """Owns the model and moves requests forward. `finish` and `fault` are the engine's."""
+    """Owns the model and moves requests forward. `finish` and `fault` are the engine's; `computed` hears of every
+    prompt slice before its last token is handed out."""
 
     def __init__(
         self,
@@ -35,12 +36,13 @@ class Runner:
         speculation: Speculation,
         max_len: int,
         verify_rows: int,
+        computed: Callable[[Request], None],
         finish: Callable[[Request, Event], None],
         fault: Fault,
     ) -> None:
         self.model, self.memory, self.speculation = model, memory, speculation
         self.max_len, self.verify_rows = max_len, verify_rows
-        self._finish, self._fault = finish, fault
+        self._computed, self._finish, self._fault = computed, finish, fault
 
     # -- prompts ---------------------------------------------------------------------------------------------------
 
@@ -55,12 +57,14 @@ class Runner:
             self._prompt_rows(request, start, features)
         if request.settled < len(request.prompt):
             self._absorb_prompt(request, start, features, request.prompt[start + 1 : request.settled + 1])
+            self._computed(request)
             return False
         rows = self.model.logits(features.hidden[len(tokens) - 1 : len(tokens)])
         assert request.history is not None
         verdict = verify(rows, Proposal(), request.history, request.seed, request.mode)
         following = request.prompt[start + 1 :] + verdict.tokens
         self._absorb_prompt(request, start, features, following)
+        self._computed(request)
         self._emit(request, verdict, rows)
         return True
 
@@ -88,13 +92,11 @@ class Runner:
         self._commit(requests, step, features, verdicts)
 
     def _draft(self, requests: Sequence[Request]) -> list[Proposal]:
-        limits = [
-            max(0, min(self.verify_rows - 1, r.remaining - 1, self.max_len - r.length)) for r in requests
-        ]
+        limits = [max(0, min(self.verify_rows - 1, r.remaining - 1, self.max_len - r.length)) for r in requests]
         proposals = self.speculation.propose(requests, limits)
         for i, request in enumerate(requests):
             # Pages for the anchor and the longest path; with a dry pool the step falls back to the anchor alone.
-            if len(proposals[i]) and not self.memory.grow(request, request.length + len(proposals[i])):
+            if len(proposals[i]) and not self.memory.grow(request, request.length + len(proposals[i]) + 1):
                 proposals[i] = Proposal()
         return proposals
 

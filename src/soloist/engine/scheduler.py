@@ -33,20 +33,23 @@ class DecodeStep:
 
 
 class Scheduler:
-    """Queues of one engine. `admit(request)` gives it a slot and pages, or says no."""
+    """Queues of one engine. `admit(request)` gives it a slot and pages, `resume(request)` does so for a parked one;
+    both may say no."""
 
-    def __init__(self, admit: Callable[[Request], bool], slice_ms: float) -> None:
-        self._admit = admit
+    def __init__(self, admit: Callable[[Request], bool], resume: Callable[[Request], bool], slice_ms: float) -> None:
+        self._admit, self._resume = admit, resume
         self._slice_ms = slice_ms
         self._ms_per_token = FIRST_GUESS_MS
         self._prefill_was_last = False
         self.waiting: deque[Request] = deque()
         self.prefilling: list[Request] = []
         self.decoding: list[Request] = []
+        self.parked: list[Request] = []
 
     def __iter__(self) -> Iterator[Request]:
-        """Every request the scheduler knows, running or waiting."""
+        """Every request the scheduler knows, running, parked or waiting."""
         yield from self.decoding
+        yield from self.parked
         yield from self.prefilling
         yield from self.waiting
 
@@ -65,14 +68,31 @@ class Scheduler:
 
     def remove(self, request: Request) -> None:
         """Forget a request, wherever it is."""
-        for queue in (self.waiting, self.prefilling, self.decoding):
+        for queue in (self.waiting, self.prefilling, self.decoding, self.parked):
             if request in queue:
                 queue.remove(request)
         request.phase = Phase.DONE
 
+    def park(self, request: Request) -> None:
+        """A decoding request has left the device for a while."""
+        self.decoding.remove(request)
+        self.parked.append(request)
+
+    def requeue(self, request: Request) -> None:
+        """A request that was prefilling has lost its place: it is first in line again."""
+        self.prefilling.remove(request)
+        request.phase = Phase.WAITING
+        self.waiting.appendleft(request)
+
     def next(self) -> PrefillSlice | DecodeStep | None:
         """The next piece of work, or None when there is nothing to do (or nothing that fits)."""
-        while self.waiting and self._admit(self.waiting[0]):
+        # Oldest first, and before anybody new: a parked request must not wait for ever.
+        for request in sorted(self.parked, key=lambda r: r.id):
+            if not self._resume(request):
+                break
+            self.parked.remove(request)
+            self.decoding.append(request)
+        while self.waiting and not self.parked and self._admit(self.waiting[0]):
             request = self.waiting.popleft()
             request.phase = Phase.PREFILL
             self.prefilling.append(request)
@@ -95,7 +115,9 @@ class Scheduler:
         else:
             tokens = IDLE_SLICE_TOKENS
         tokens = max(GRID, tokens // GRID * GRID)
-        return PrefillSlice(request, min(left, tokens))
+        # A slice ends where a snapshot is due: the slot holds the state of the last row only.
+        due = next((point - request.settled for point in request.snapshot_at if point > request.settled), left)
+        return PrefillSlice(request, min(left, tokens, due))
 
     def prefilled(self, tokens: int, ms: float) -> None:
         """Report how long a slice took; the next one is sized by it (cost grows with the context)."""

@@ -12,6 +12,7 @@ from typing import Protocol
 
 import torch
 
+from soloist.cache.kv import KVStore
 from soloist.drafting.proposal import Proposal
 from soloist.engine.request import Request
 from soloist.sampling.verify import Verdict
@@ -53,6 +54,20 @@ class Speculation(Protocol):
     def drop(self, request: Request) -> None:
         """The request has ended or leaves its slot."""
 
+    def export(self, request: Request, cut: int) -> dict[str, torch.Tensor]:
+        """What resuming after the first `cut` tokens needs beside pages; also brings the drafter's pages up to date.
+        `cut` is the number of tokens absorbed."""
+
+    def load(self, request: Request, cut: int, tensors: dict[str, torch.Tensor]) -> None:
+        """Take over what `export` gave, into the request's slot."""
+
+    def vacate(self, request: Request) -> None:
+        """The request leaves its slot but lives on: what is known of its text and acceptance stays."""
+
+    @property
+    def stores(self) -> dict[str, KVStore]:
+        """KV of the drafter that lives on the request's pages, by name."""
+
 
 class NoSpeculation:
     """SPEC=none, LOOKUP=0: every step is one row per request."""
@@ -71,3 +86,16 @@ class NoSpeculation:
 
     def drop(self, request: Request) -> None:
         pass
+
+    def export(self, request: Request, cut: int) -> dict[str, torch.Tensor]:
+        return {}
+
+    def load(self, request: Request, cut: int, tensors: dict[str, torch.Tensor]) -> None:
+        pass
+
+    def vacate(self, request: Request) -> None:
+        pass
+
+    @property
+    def stores(self) -> dict[str, KVStore]:
+        return {}

@@ -11,6 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import torch
+
+from soloist.cache.kv import KVStore
 from soloist.drafting.block_length import BlockRule
 from soloist.drafting.calibration import Rates, drawn
 from soloist.drafting.draft import Draft
@@ -103,6 +106,21 @@ class Speculator:
         self._tracked.pop(request.id, None)
         if self.drafter is not None and request.slot >= 0:
             self.drafter.drop(request.slot)
+
+    def export(self, request: Request, cut: int) -> dict[str, torch.Tensor]:
+        return {} if self.drafter is None else self.drafter.export(request.slot, cut)
+
+    def load(self, request: Request, cut: int, tensors: dict[str, torch.Tensor]) -> None:
+        if self.drafter is not None:
+            self.drafter.load(request.slot, cut, tensors)
+
+    def vacate(self, request: Request) -> None:
+        if self.drafter is not None:
+            self.drafter.drop(request.slot)
+
+    @property
+    def stores(self) -> dict[str, KVStore]:
+        return {} if self.drafter is None else dict(self.drafter.stores)
 
     def _of(self, request: Request) -> _Tracked:
         tracked = self._tracked.get(request.id)
