@@ -53,7 +53,7 @@ class Settings:
     max_seqs: int = knob(8, "Requests decoded at the same time.", group="Scheduling", low=1, high=256)
     prefill_slice_ms: int = knob(150, "Longest prefill slice while another request decodes.", group="Scheduling", low=1)
 
-    prefix_cache: bool = knob(True, "Resume from known prompt prefixes instead of computing them again.", group="Memory")
+    prefix_cache: bool = knob(True, "Resume from known prompt prefixes instead of computing them.", group="Memory")
     settle: bool = knob(True, "Prefill finished turns when idle, so that the next turn starts warm.", group="Memory")
     snapshot_every: int = knob(
         2048, "Tokens between snapshots inside a long prompt; 0: at message ends only.", group="Memory", low=0
