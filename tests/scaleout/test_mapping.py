@@ -31,8 +31,8 @@ print("\\nRESULT" + json.dumps(out))
 """
 
 
-def made(flags: dict[str, str], device: str = "cuda", **more) -> Command:
-    return command(resolve(flags, {}, {}), MODEL, device=device, **more)
+def made(flags: dict[str, str], device: str = "cuda", directory: Path = MODEL, **more) -> Command:
+    return command(resolve(flags, {}, {}), directory, device=device, **more)
 
 
 def asked(device: str = "cuda", *, has_mtp: bool = True, drafter: str | None = None, **values) -> Asked:
@@ -100,13 +100,15 @@ def test_speculation():
     assert config(spec="none", lookup=True)["method"] == "ngram"
     assert config(spec="auto")["method"] == "mtp"
     assert config(spec="auto", drafter="/d")["method"] == "dflash"
-    assert config(device="cpu", spec="auto", drafter="/d", draft_sample=True) == {
+    assert config(device="cpu", spec="mtp", drafter="/d", draft_sample=True) == {
         "method": "mtp",
         "num_speculative_tokens": 4,
         "draft_sample_method": "probabilistic",
     }
     assert "--speculative-config" not in translate(asked(spec="none")).options
     assert "--speculative-config" not in translate(asked(spec="auto", has_mtp=False)).options
+    assert "--speculative-config" not in translate(asked("cpu", spec="auto", drafter="/d")).options
+    assert "temperature 0" in translate(asked("cpu", spec="mtp")).remark
     for values, word in [
         ({"spec": "dflash2", "drafter": "/d", "device": "cpu"}, "CPU build"),
         ({"spec": "dflash2"}, "drafter's directory"),
@@ -124,7 +126,7 @@ def test_prefix_cache_on_a_cpu_gives_way_to_speculation():
     assert "--enable-prefix-caching" in translate(asked(prefix_cache=True)).options
     have = translate(asked("cpu", spec="mtp", prefix_cache=True))
     assert "--no-enable-prefix-caching" in have.options and "CPU" in have.remark
-    assert translate(asked(kv_dtype="int8")).options[:2] == ("--kv-cache-dtype", "int8_per_token_head")
+    assert after(translate(asked(kv_dtype="int8")).options, "--kv-cache-dtype") == "int8_per_token_head"
 
 
 def test_every_row_gives_a_verdict_for_the_default_of_its_knob():
@@ -137,7 +139,10 @@ def test_every_row_gives_a_verdict_for_the_default_of_its_knob():
 
 
 def test_serve_prints_the_command_without_vllm_installed():
-    done = CliRunner().invoke(app, ["serve", "demo", "--engine", "vllm", "--dry-run", "--max-len", "2048"])
+    arguments = ["serve", "demo", "--engine", "vllm", "--dry-run", "--max-len", "2048"]
+    done = CliRunner().invoke(app, [*arguments, "--device", "cpu"])
+    assert done.exit_code == 2 and "8-bit weights" in done.stderr
+    done = CliRunner().invoke(app, [*arguments, "--device", "cuda"])
     assert done.exit_code == 0, done.output
     line = done.output.strip().splitlines()[-1]
     assert " serve " in line and "--max-model-len 2048" in line
@@ -178,8 +183,11 @@ ROWS = [
 
 @pytest.mark.slow
 @pytest.mark.skipif(vllm_python() is None, reason="needs a vLLM installation: set VLLM_PYTHON")
-def test_vllms_own_parser_accepts_the_matrix():
-    commands = [made(flags, device).argv[2:] for flags in MATRIX for device in ("cuda", "cpu")]
+def test_vllms_own_parser_accepts_the_matrix(tmp_path):
+    config = json.loads((MODEL / "config.json").read_text())
+    del config["quantization_config"]  # a dense directory, which the CPU build takes too
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    commands = [made(flags, device, tmp_path).argv[2:] for flags in MATRIX for device in ("cuda", "cpu")]
     commands.append(made({}, tensor_parallel=2).argv[2:])
     commands += [(str(MODEL), *translate(row).options) for row in ROWS]
     done = subprocess.run(

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from soloist.checkpoint.config import read_model_config
 from soloist.errors import SettingError
-from soloist.scaleout.mapping import CHECKED, Asked, translate
+from soloist.scaleout.mapping import CHECKED, Asked, model_limits, translate
 from soloist.settings import KNOBS, Settings
 
 CPU_DEFAULTS = {"VLLM_CPU_KVCACHE_SPACE": "4", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
@@ -44,11 +44,14 @@ def command(
     device: str | None = None,
 ) -> Command:
     """The vLLM command for these settings. Raises SettingError for what vLLM cannot do."""
+    config = read_model_config(directory)
+    device = device or chosen_device(settings)
+    model_limits(config.quantization, device)
     asked = Asked(
         values={name: getattr(settings, name) for name in KNOBS},
         given=frozenset(name for name in KNOBS if settings.given(name)),
-        device=device or chosen_device(settings),
-        has_mtp=read_model_config(directory).mtp_layers > 0,
+        device=device,
+        has_mtp=config.mtp_layers > 0,
         drafter=_drafter(settings, directory),
     )
     have = translate(asked)

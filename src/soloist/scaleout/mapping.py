@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from soloist.errors import SettingError
@@ -160,7 +160,10 @@ def _spec(value: str, asked: Asked) -> Have | Cannot:
     if value == "mtp":
         if not asked.has_mtp:
             return Cannot("the model directory has no MTP module", "Use SPEC=none or dflash2.")
-        return _config({"method": "mtp", "num_speculative_tokens": int(asked.get("draft_tokens") or 4), **config})
+        remark = "On a CPU vLLM's engine ends when a request samples with drafts on; send temperature 0 only."
+        tokens = int(asked.get("draft_tokens") or 4)
+        made = _config({"method": "mtp", "num_speculative_tokens": tokens, **config})
+        return replace(made, remark=remark if asked.device == "cpu" else "")
     if asked.device == "cpu":
         return Cannot("vLLM's CPU build does not run DFlash2 drafters", "Use SPEC=mtp or SPEC=none on a CPU.")
     if asked.drafter is None:
@@ -170,8 +173,13 @@ def _spec(value: str, asked: Asked) -> Have | Cannot:
 
 
 def _auto_spec(asked: Asked) -> str:
-    """The strongest drafter that both the directory and vLLM on this device have."""
-    if asked.drafter is not None and asked.device != "cpu":
+    """The strongest drafter that both the directory and vLLM on this device have.
+
+    On a CPU none: vLLM 0.32.0's engine ends there when a request samples while drafts are on (greedy works).
+    """
+    if asked.device == "cpu":
+        return "none"
+    if asked.drafter is not None:
         return "dflash2"
     return "mtp" if asked.has_mtp else "none"
 
@@ -225,6 +233,17 @@ TABLE: Mapping[str, Row] = {
     "lookup_nmax": _used_by_spec,
     "tree": only("vLLM verifies hybrid models along one chain", "Use TREE=0 or leave it out.", False, 0, "0"),
 }
+
+
+def model_limits(quantization: Mapping[str, Any] | None, device: str) -> None:
+    """Raise SettingError for weight formats vLLM cannot run on this device."""
+    groups = ((quantization or {}).get("config_groups") or {}).values()
+    bits = {(g.get("weights") or {}).get("num_bits") for g in groups}
+    if device == "cpu" and 8 in bits:
+        raise SettingError(
+            "vLLM's CPU build has no kernel for 8-bit weights.",
+            "Give a dense or a 4-bit checkpoint, or --engine soloist.",
+        )
 
 
 def translate(asked: Asked) -> Have:
