@@ -209,28 +209,24 @@ def test_seed_repeats(client):
     assert (first.content, first.reasoning) == (second.content, second.reasoning)
 
 
-@pytest.mark.parametrize(
-    "field",
-    [
-        {"temperature": 0.7, "seed": 1},
-        {"top_p": 0.5, "temperature": 1.0, "seed": 1},
-        {"presence_penalty": 1.0},
-        {"frequency_penalty": 1.0},
-        {"logit_bias": {"100": 5}},
-        {"extra_body": {"top_k": 5, "min_p": 0.1, "repetition_penalty": 1.2}},
-        {"extra_body": {"bad_words": ["Hello"], "allowed_token_ids": list(range(300, 9000))}},
-        {"extra_body": {"min_tokens": 4, "stop_token_ids": [13]}},
-        {"user": "me", "metadata": {"a": "b"}},
-        {"extra_body": {"cache_salt": "x", "priority": 1, "request_id": "abc"}},
-        {"max_tokens": None},
-    ],
-    ids=str,
-)
+ACCEPTED = {
+    "temperature": {"temperature": 0.7, "seed": 1},
+    "top_p": {"top_p": 0.5, "temperature": 1.0, "seed": 1},
+    "presence_penalty": {"presence_penalty": 1.0},
+    "frequency_penalty": {"frequency_penalty": 1.0},
+    "logit_bias": {"logit_bias": {"100": 5}},
+    "truncation": {"extra_body": {"top_k": 5, "min_p": 0.1, "repetition_penalty": 1.2}},
+    "words": {"extra_body": {"bad_words": ["Hello"], "allowed_token_ids": list(range(300, 9000))}},
+    "stops": {"extra_body": {"min_tokens": 4, "stop_token_ids": [13]}},
+    "inert": {"user": "me", "metadata": {"a": "b"}},
+    "labels": {"extra_body": {"cache_salt": "x", "priority": 1, "request_id": "abc"}},
+    "no max_tokens": {"max_tokens": openai.NOT_GIVEN, "stop": ["e"]},
+}
+
+
+@pytest.mark.parametrize("field", ACCEPTED)
 def test_sampling_fields_are_accepted(client, field):
-    fields = {"extra_body": {}, **field}
-    if fields.get("max_tokens", 0) is None:
-        fields.update(max_tokens=openai.NOT_GIVEN, stop=["e"])
-    assert chat(client, **fields).choices
+    assert chat(client, **ACCEPTED[field]).choices
 
 
 def test_stop_token_id_is_reported(client, live):

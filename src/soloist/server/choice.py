@@ -7,7 +7,16 @@ from typing import Any, Protocol
 
 from soloist.engine.request import Event
 from soloist.server.logprobs import TokenNames, chat_entry
-from soloist.server.parsers.parts import Answer, CallArguments, CallEnd, CallStart, Content, Part, Reasoning
+from soloist.server.parsers.parts import (
+    THINK_MARKERS,
+    Answer,
+    CallArguments,
+    CallEnd,
+    CallStart,
+    Content,
+    Part,
+    Reasoning,
+)
 from soloist.server.parsers.reasoning import ReasoningSplitter, Thought
 from soloist.server.text import Piece, TextStream
 
@@ -21,10 +30,10 @@ class ContentParser(Protocol):
 
 
 class PlainContent:
-    """No calls are parsed: every piece is content, tags included."""
+    """No calls are parsed: every piece is content, but for stray think tags, which are dropped."""
 
     def push(self, piece: Piece) -> list[Part]:
-        return [Content(piece.text)] if piece.text else []
+        return [Content(piece.text)] if piece.text and piece.marker not in THINK_MARKERS else []
 
     def finish(self) -> list[Part]:
         return []

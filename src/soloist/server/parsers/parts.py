@@ -8,6 +8,7 @@ from soloist.server.tokenizer import Tokenizer
 
 THINK_OPEN, THINK_CLOSE, CALL_OPEN, CALL_CLOSE = "<think>", "</think>", "<tool_call>", "</tool_call>"
 MARKER_NAMES = {THINK_OPEN: "think", THINK_CLOSE: "/think", CALL_OPEN: "tool", CALL_CLOSE: "/tool"}
+THINK_MARKERS = ("think", "/think")
 
 
 def marker_ids(tokenizer: Tokenizer) -> dict[int, str]:
@@ -43,7 +44,7 @@ class CallArguments:
 
 @dataclass(frozen=True)
 class CallEnd:
-    """The call's arguments are complete JSON. `cut` when the generation ended inside the call."""
+    """The call's arguments are complete JSON. `cut` when the generation ended before the call's closing tag."""
 
     index: int
     cut: bool = False

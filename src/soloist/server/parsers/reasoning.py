@@ -39,11 +39,8 @@ class ReasoningSplitter:
     def push(self, piece: Piece) -> list[Thought | Piece]:
         if self.inside:
             return self._reasoning(piece)
-        if piece.marker == "/think":  # a second closing tag carries nothing
-            self._after_tag = True
-            return []
-        if piece.marker == "think":
-            self.inside, self._after_tag = self._reopen and not self._content_seen, True
+        if piece.marker == "think" and self._reopen and not self._content_seen:
+            self.inside, self._after_tag = True, True
             return []
         text = piece.text
         if self._after_tag and piece.marker is None:
@@ -51,7 +48,7 @@ class ReasoningSplitter:
             if not text:
                 return []
         self._after_tag = False
-        self._content_seen = self._content_seen or piece.marker is not None or bool(text.strip())
+        self._content_seen = self._content_seen or piece.marker is not None or not text.isspace()
         return [Piece(text, piece.marker)]
 
     def finish(self) -> list[Thought | Piece]:
@@ -67,6 +64,7 @@ class ReasoningSplitter:
             self.inside, self._held, self._content_seen = False, "", True
             return [piece]
         if piece.marker == "think":  # the model repeats the tag that the prompt already opened
+            self._after_tag = True
             return []
         text = self._held + (piece.text.lstrip("\n") if self._after_tag else piece.text)
         self._after_tag = self._after_tag and not text
