@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -13,15 +14,21 @@ from soloist.cache.kv import KVStore
 from soloist.cache.pages import PAGE, PageAllocator, pages_for
 from soloist.cache.recurrent import RecurrentState, StateShapes
 from soloist.checkpoint.reader import Checkpoint, open_checkpoint
+from soloist.engine.caching import build_reuse
+from soloist.engine.drafters import build_speculation
 from soloist.engine.engine import Engine
 from soloist.engine.memory import Memory
-from soloist.engine.speculation import NoSpeculation
+from soloist.engine.selfcheck import MEANING, cached_check, check_contracts, check_products
 from soloist.errors import SettingError
 from soloist.models.layers import Loader
 from soloist.models.qwen3_5 import Qwen35
+from soloist.models.state import Caches
+from soloist.ops.numerics import digest, fingerprint
+from soloist.ops.products import candidates
 from soloist.settings import Settings
 
 Progress = Callable[[str, int, int], None]
+log = logging.getLogger("soloist.engine")
 
 CPU_CONTEXT = 8192  # MAX_LEN=auto on a CPU: more than anyone waits for
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -45,20 +52,55 @@ def build_engine(settings: Settings, progress: Progress | None = None) -> Engine
     torch.set_num_threads(settings.threads or os.cpu_count() or 1)
     torch.set_grad_enabled(False)
     max_len = _context(settings, checkpoint)
-    load = Loader(checkpoint, device, dtype, settings.linear)
-    model = Qwen35(load, checkpoint.config, progress and (lambda done, total: progress("layers", done, total)))
-    memory = _memory(settings, checkpoint, device, dtype, max_len)
+    model, degraded = _model(settings, checkpoint, device, dtype, progress)
+    memory = _memory(settings, checkpoint, device, dtype, pages_for(max_len) * min(settings.max_seqs, 4), max_len)
+    speculation = build_speculation(settings, checkpoint, model, memory)
+    prints = digest(fingerprint(device, dtype, DTYPES[settings.state_dtype], model.product))
     return Engine(
         model,
         memory,
-        NoSpeculation(),
+        speculation,
+        build_reuse(settings, checkpoint, memory, speculation, prints),
+        settle=settings.settle and settings.prefix_cache,
         max_len=max_len,
         max_queue=settings.max_queue,
         prefill_slice_ms=settings.prefill_slice_ms,
-        verify_rows=16,
+        verify_rows=settings.verify_rows,
         sampler=settings.sampler,
         knobs={"device": str(device), "dtype": str(dtype).removeprefix("torch."), "linear": model.product},
+        degraded=degraded,
     )
+
+
+def _model(
+    settings: Settings, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, progress: Progress | None
+) -> tuple[Qwen35, tuple[str, ...]]:
+    """Load with the first product whose rows stand alone here; say which contracts are off if none or a forced one fails."""
+    state_dtype = DTYPES[settings.state_dtype]
+    follow = progress and (lambda done, total: progress("layers", done, total))
+    names = candidates(device, dtype) if settings.linear == "auto" else [settings.linear]
+    for name in names:
+        load = Loader(checkpoint, device, dtype, name)
+        model = Qwen35(load, checkpoint.config, follow)
+        prints = fingerprint(device, dtype, state_dtype, model.product) | {"model": checkpoint.fingerprint()}
+
+        def run(model: Qwen35 = model) -> list[str]:
+            shapes = check_products(model)
+            if shapes:
+                log.warning("product %s: rows vary at %s", model.product, ", ".join(shapes))
+
+            def fresh(slots: int, pages: int) -> Caches:
+                return _caches(checkpoint, device, dtype, state_dtype, slots, pages)
+
+            return check_contracts(model, fresh)
+
+        broken = cached_check(digest(prints), run)
+        if not broken or name == names[-1]:
+            break
+        log.warning("product %s breaks %s here; trying the next", name, ", ".join(broken))
+    for contract in broken:
+        log.warning("%s (product %s)", MEANING[contract], model.product)
+    return model, tuple(f"{MEANING[contract]} (LINEAR={model.product})." for contract in broken)
 
 
 def _device(settings: Settings) -> torch.device:
@@ -86,11 +128,11 @@ def _context(settings: Settings, checkpoint: Checkpoint) -> int:
     return settings.max_len
 
 
-def _memory(
-    settings: Settings, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, max_len: int
-) -> Memory:
+def _caches(
+    checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, state_dtype: torch.dtype, slots: int, pages: int
+) -> Caches:
+    """Empty KV pages and state slots of the checkpoint's shapes."""
     c = checkpoint.config
-    pages = pages_for(max_len) * min(settings.max_seqs, 4) + settings.max_seqs
     codec = DenseCodec(dtype, str(dtype).removeprefix("torch."))
     kv = KVStore(
         layers=len(c.attention_layers),
@@ -110,5 +152,13 @@ def _memory(
         c.conv_channels,
         c.conv_kernel,
     )
-    state = RecurrentState(shapes, settings.max_seqs, DTYPES[settings.state_dtype], dtype, device)
-    return Memory(kv, state, PageAllocator(pages), reserve=min(2048, max_len // 4 // PAGE * PAGE))
+    return Caches(kv, RecurrentState(shapes, slots, state_dtype, dtype, device))
+
+
+def _memory(
+    settings: Settings, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, pages: int, max_len: int
+) -> Memory:
+    caches = _caches(checkpoint, device, dtype, DTYPES[settings.state_dtype], settings.max_seqs, pages)
+    return Memory(
+        caches.kv, caches.state, PageAllocator(pages), reserve=min(settings.reserve_tokens, max_len // 4 // PAGE * PAGE)
+    )

@@ -64,6 +64,9 @@ class Attention:
         # One norm over q and k heads together: a factor per head.
         self.factors = torch.cat([q.expand(self.heads, -1), k.expand(self.kv_heads, -1)])
 
+    def products(self) -> tuple[Linear, ...]:
+        return self.qkv, self.out
+
     def project(
         self, h: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -103,6 +106,9 @@ class DeltaNet:
         scale = torch.ones(2 * self.key_heads, 1, device=load.device)
         scale[: self.key_heads] = self.dk**-0.5
         self.qk_scale = scale
+
+    def products(self) -> tuple[Linear, ...]:
+        return self.qkvz, self.ba, self.out
 
     def project(self, h: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """h [T, H] normed -> conv inputs u [T, C], z [T, Hv * dv], log-decay g [T, Hv], beta [T, Hv]."""

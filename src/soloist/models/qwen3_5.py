@@ -6,7 +6,7 @@ and state as it goes, because prompt rows are settled the moment they are comput
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -17,6 +17,7 @@ from soloist.models.step import GRID, PrefillStep, VerifyStep
 from soloist.ops.attention import prefill_attention, verify_attention
 from soloist.ops.gated_delta import chunk_scan, walk
 from soloist.ops.norms import rms_norm
+from soloist.ops.products import Linear
 from soloist.ops.rope import inverse_frequencies, rope_tables
 
 Progress = Callable[[int, int], None]
@@ -43,6 +44,13 @@ class Qwen35:
         self.norm = load.factor("norm.weight")
         self.head = load.linear(["lm_head"])
         self.inverse = inverse_frequencies(config.rope_dim, config.rope_theta, load.device)
+
+    def products(self) -> Iterator[Linear]:
+        """Every loaded product of the target, in layer order."""
+        for _, mixer, mlp in self.layers:
+            yield from mixer.products()
+            yield from (mlp.gate_up, mlp.down)
+        yield self.head
 
     @torch.inference_mode()
     def forward(self, step: VerifyStep | PrefillStep, caches: Caches, taps: Sequence[int] = ()) -> Features:

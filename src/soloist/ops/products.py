@@ -104,15 +104,26 @@ class PlainLinear(Linear):
 CPU_PRODUCTS: tuple[type[Linear], ...] = (PackedLinear, BlockLinear, PlainLinear)
 
 
+def _reasons(device: torch.device, dtype: torch.dtype) -> dict[str, str | None]:
+    probe = DenseWeight(torch.zeros(32, 32))
+    return {c.name: c.refuses(probe, device, dtype) for c in CPU_PRODUCTS}
+
+
+def candidates(device: torch.device, dtype: torch.dtype) -> list[str]:
+    """Names of the products that apply here and are meant to keep rows apart, best first."""
+    reasons = _reasons(device, dtype)
+    return [c.name for c in CPU_PRODUCTS if reasons[c.name] is None and c is not PlainLinear]
+
+
 def product_class(name: str, device: torch.device, dtype: torch.dtype) -> type[Linear]:
-    """The product called `name`, or the first that applies when `name` is "auto".
+    """The product called `name`, or the first candidate when `name` is "auto".
 
     Raises SettingError with the table of reasons if it does not apply here.
     """
-    probe = DenseWeight(torch.zeros(32, 32))
-    reasons = {c.name: c.refuses(probe, device, dtype) for c in CPU_PRODUCTS}
+    reasons = _reasons(device, dtype)
+    wanted = candidates(device, dtype)[:1] if name == "auto" else [name]
     for candidate in CPU_PRODUCTS:
-        if reasons[candidate.name] is None and name in ("auto", candidate.name):
+        if candidate.name in wanted and reasons[candidate.name] is None:
             return candidate
     table = "; ".join(f"{n}: {why or 'applies'}" for n, why in reasons.items())
     raise SettingError(f"No product {name!r} for {device.type} in {dtype}: {table}.", "Set LINEAR=auto.")

@@ -1,0 +1,135 @@
+"""Do the contracts hold on this machine? Three small experiments on the loaded model, bit for bit.
+
+E1: a chain of 16 rows against the same tokens one at a time. E2: one row in company against the row alone.
+E3: a prompt in one forward against the same prompt grid by grid. Results are cached per numerics fingerprint
+and model shape, so a second start costs nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from soloist.models.qwen3_5 import Qwen35
+from soloist.models.state import AcceptedPath, Caches, settle
+from soloist.models.step import GRID, RequestRows, prefill_step, verify_step
+from soloist.ops.numerics import varying_products
+
+log = logging.getLogger("soloist.numerics")
+
+ROWS = 16
+PROMPT = 100  # not on the grid, and a chain of 16 rows from here crosses a grid point and an attention split
+CHECK_PAGES = 4
+
+MEANING = {
+    "E1": "E1 is off: greedy text may change with the number of drafted rows",
+    "E2": "E2 is off: a request's text may change with its neighbours",
+    "E3": "E3 is off: a resumed prompt may differ from a cold one",
+}
+
+
+def check_contracts(model: Qwen35, fresh: Callable[[int, int], Caches]) -> list[str]:
+    """The contracts ("E1", "E2", "E3") that do not hold. `fresh(slots, pages)` makes empty caches of the right kind."""
+    broken = []
+    if not _chain_equals_steps(model, fresh):
+        broken.append("E1")
+    if not _company_equals_alone(model, fresh):
+        broken.append("E2")
+    if not _grid_by_grid_equals_whole(model, fresh):
+        broken.append("E3")
+    return broken
+
+
+def check_products(model: Qwen35) -> list[str]:
+    """Shapes whose product does not give a row the same bits at every row count."""
+    return varying_products(model.products(), model.dtype, model.device)
+
+
+def _tokens(model: Qwen35, count: int) -> list[int]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(0, model.config.vocab_size, (count,), generator=generator).tolist()
+
+
+def _prompted(model: Qwen35, caches: Caches, tokens: list[int], slot: int, pages: list[int]) -> None:
+    model.forward(prefill_step(tokens[:PROMPT], 0, slot, pages), caches)
+
+
+def _chain_equals_steps(model: Qwen35, fresh: Callable[[int, int], Caches]) -> bool:
+    tokens, pages = _tokens(model, PROMPT + 2 * ROWS), list(range(CHECK_PAGES))
+    kernel = model.config.conv_kernel
+    caches = fresh(1, CHECK_PAGES)
+    _prompted(model, caches, tokens, 0, pages)
+    one_by_one = []
+    for position in range(PROMPT, PROMPT + 2 * ROWS):
+        step = verify_step([RequestRows([tokens[position]], [-1], position, 0, pages)], kernel)
+        features = model.forward(step, caches)
+        one_by_one.append(model.logits(features.hidden))
+        assert features.record is not None
+        settle(step, features.record, caches, [AcceptedPath(0, [0], pages, position)])
+    caches = fresh(1, CHECK_PAGES)
+    _prompted(model, caches, tokens, 0, pages)
+    at_once = []
+    for start in (PROMPT, PROMPT + ROWS):
+        rows = RequestRows(tokens[start : start + ROWS], list(range(-1, ROWS - 1)), start, 0, pages)
+        step = verify_step([rows], kernel)
+        features = model.forward(step, caches)
+        at_once.append(model.logits(features.hidden))
+        assert features.record is not None
+        settle(step, features.record, caches, [AcceptedPath(0, list(range(ROWS)), pages, start)])
+    return torch.equal(torch.cat(one_by_one), torch.cat(at_once))
+
+
+def _company_equals_alone(model: Qwen35, fresh: Callable[[int, int], Caches]) -> bool:
+    many = 8
+    caches = fresh(many, many * 2)
+    tokens = _tokens(model, PROMPT + many)
+    requests = []
+    for i in range(many):
+        pages = [2 * i, 2 * i + 1]
+        prompt = tokens[i : i + 20 + 9 * i]
+        model.forward(prefill_step(prompt, 0, i, pages), caches)
+        requests.append(RequestRows([tokens[-1 - i]], [-1], len(prompt), i, pages))
+
+    def logits(batch: list[RequestRows]) -> torch.Tensor:
+        return model.logits(model.forward(verify_step(batch, model.config.conv_kernel), caches).hidden)
+
+    together = logits(requests)
+    alone = torch.cat([logits([request]) for request in requests])
+    some = logits(requests[2:7])
+    return torch.equal(together, alone) and torch.equal(some, together[2:7])
+
+
+def _grid_by_grid_equals_whole(model: Qwen35, fresh: Callable[[int, int], Caches]) -> bool:
+    length = 3 * GRID - 7
+    tokens, pages = _tokens(model, length), list(range(CHECK_PAGES))
+    whole = model.forward(prefill_step(tokens, 0, 0, pages), fresh(1, CHECK_PAGES)).hidden[:length]
+    caches = fresh(1, CHECK_PAGES)
+    parts = []
+    for start in range(0, length, GRID):
+        part = tokens[start : start + GRID]
+        parts.append(model.forward(prefill_step(part, start, 0, pages), caches).hidden[: len(part)])
+    return torch.equal(whole, torch.cat(parts))
+
+
+def cached_check(key: str, run: Callable[[], list[str]], directory: Path | None = None) -> list[str]:
+    """`run()` once per key; the outcome is kept in the user's cache directory. An unwritable one is no error."""
+    base = directory or Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "soloist"
+    path = base / f"contracts-{key}.json"
+    try:
+        known = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(known, list):
+            return [str(x) for x in known]
+    except (OSError, ValueError):
+        pass
+    outcome = run()
+    try:
+        base.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(outcome), encoding="utf-8")
+    except OSError as error:
+        log.info("the outcome of the numerics check could not be kept: %s", error)
+    return outcome
