@@ -70,7 +70,7 @@ def test_other_prefix_and_vision_tensors(plain: Path, tmp_path: Path) -> None:
 
         def rename(tensors: dict[str, torch.Tensor], number: int = number) -> None:
             for name in list(tensors):
-                if name.startswith("model.") or name.startswith("lm_head"):
+                if name.startswith(("model.", "lm_head")):
                     tensors["language_model." + name] = tensors.pop(name)
             tensors[f"model.visual.blocks.{number}.weight"] = torch.zeros(3)
 

@@ -14,6 +14,12 @@ from soloist.checkpoint.config import DrafterConfig, ModelConfig
 TARGET_PREFIXES = ("model.language_model.", "language_model.model.", "model.")
 HEAD_PREFIXES = ("model.language_model.", "language_model.", "model.")
 VISION_PREFIXES = ("model.visual.", "visual.")
+FUSED = {  # stored fused name -> the modules whose rows it stacks, in order
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "in_proj_qkvz": ("in_proj_qkv", "in_proj_z"),
+    "in_proj_ba": ("in_proj_b", "in_proj_a"),
+}
 PARTS = ("embed", "attention", "deltanet", "mlp", "norms", "lm_head", "mtp", "draft_head", "drafter")
 
 
@@ -46,6 +52,15 @@ def aliases(module: str) -> tuple[str, ...]:
     if module.startswith(("mtp.", "lm_head")):
         return (module, *(prefix + module for prefix in HEAD_PREFIXES))
     return (*(prefix + module for prefix in TARGET_PREFIXES), module)
+
+
+def fused_parent(module: str) -> tuple[str, tuple[str, ...]]:
+    """(fused name, its parts in order) a module may be stored in; ("", ()) for modules that are never fused."""
+    stem, _, last = module.rpartition(".")
+    for fused, parts in FUSED.items():
+        if last in parts:
+            return f"{stem}.{fused}", tuple(f"{stem}.{part}" for part in parts)
+    return "", ()
 
 
 def part_of(name: str) -> str:

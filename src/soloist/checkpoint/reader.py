@@ -15,14 +15,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 from soloist.checkpoint import formats
 from soloist.checkpoint.config import DrafterConfig, ModelConfig, read_drafter_config, read_model_config
-from soloist.checkpoint.formats import StoredModule
-from soloist.checkpoint.layout import Layout, canonical, drafter_layout, merged, mtp_layout, part_of, target_layout
+from soloist.checkpoint.formats import StoredModule, resolve
+from soloist.checkpoint.layout import (
+    Layout,
+    canonical,
+    drafter_layout,
+    fused_parent,
+    merged,
+    mtp_layout,
+    part_of,
+    target_layout,
+)
 from soloist.checkpoint.shards import TensorInfo, read_directory
 from soloist.errors import CheckpointError
 from soloist.ops.linear import DenseWeight, QuantizedWeight, Weight
@@ -281,6 +290,27 @@ def _grouped(tensors: Mapping[str, TensorInfo]) -> dict[str, dict[str, TensorInf
     return groups
 
 
+def _find_modules(
+    directory: Path, layout: Layout, tensors: Mapping[str, TensorInfo], quantization: Mapping[str, Any]
+) -> dict[str, StoredModule]:
+    """Detect every linear of the layout, looking into fused matrices (qkv_proj, gate_up_proj, ...) too."""
+    groups = _grouped(tensors)
+    modules: dict[str, StoredModule] = {}
+    for module, shape in layout.linears.items():
+        biased = module in layout.biased
+        parent, siblings = fused_parent(module)
+        if groups.get(module) or not groups.get(parent):
+            if not groups.get(module):
+                raise CheckpointError(f"{directory}: {module}.weight is missing.", "Download the checkpoint again.")
+            modules[module] = formats.detect(module, shape, groups[module], biased, quantization)
+            continue
+        heights = [layout.linears[sibling][0] for sibling in siblings]
+        start = sum(heights[: siblings.index(module)])
+        rows = (start, start + shape[0])
+        modules[module] = formats.detect(module, shape, groups[parent], biased, quantization, rows, sum(heights))
+    return modules
+
+
 def open_checkpoint(
     directory: str | Path, kind: Kind = "target", *, need_tokenizer: bool = True, need_template: bool = True
 ) -> Checkpoint:
@@ -310,14 +340,11 @@ def open_checkpoint(
             notes.append("lm_head is stored but the config ties it to embed_tokens; the stored head is not used")
     else:
         layout = drafter_layout(config)
-    groups = _grouped(tensors)
     quantization = config.quantization or {}
-    modules: dict[str, StoredModule] = {}
-    for module, shape in layout.linears.items():
-        found = groups.get(module, {})
-        if not found:
-            raise CheckpointError(f"{directory}: {module}.weight is missing.", "Download the checkpoint again.")
-        modules[module] = formats.detect(module, shape, found, module in layout.biased, quantization)
+    resolve.check(quantization, directory / "config.json")
+    modules = _find_modules(directory, layout, tensors, quantization)
+    found_bits = {name: None if stored.dense else stored.bits for name, stored in modules.items()}
+    notes += resolve.disagreements(quantization, found_bits)
     for name, wanted in layout.tensors.items():
         info = tensors.get(name)
         if info is None:

@@ -86,7 +86,7 @@ def plan_jobs(checkpoint: Checkpoint, parts: Mapping[Part, PartRecipe]) -> list[
 def _out_tensors(job: Job) -> list[OutTensor]:
     n, k = job.stored.shape
     bits, group = (job.recipe.bits, job.recipe.group) if job.recipe else (job.stored.bits, job.stored.group)
-    scale = job.scale_dtype if job.recipe else job.stored.tensors[formats.stored.SCALE_OF[job.stored.form]].dtype
+    scale = job.scale_dtype if job.recipe else job.stored.scale_dtype
     out = [
         OutTensor(f"{job.stem}.weight_packed", torch.int32, (n, -(-k * bits // 32))),
         OutTensor(f"{job.stem}.weight_scale", scale, (n, k // group)),

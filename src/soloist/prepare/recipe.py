@@ -68,6 +68,10 @@ def schemes(checkpoint: Checkpoint, parts: Mapping[Part, PartRecipe]) -> dict[st
         for module in modules_of(checkpoint, part):
             source = "embed_tokens" if module not in checkpoint.modules else module
             stored = checkpoint.modules[source]
+            if stored.fused:
+                raise CheckpointError(
+                    f"{checkpoint.directory} stores {source} inside a fused matrix.", "Start from the split original."
+                )
             if not stored.dense:
                 raise CheckpointError(
                     f"{checkpoint.directory}: {source} is int{stored.bits} already ({stored.form}).",

@@ -7,7 +7,6 @@ Asymmetric files add `weight_zero_point`, packed the same way but along N: [ceil
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,14 +14,16 @@ from soloist.checkpoint.shards import TensorInfo
 from soloist.errors import CheckpointError
 from soloist.ops.linear import QuantizedWeight
 
-if TYPE_CHECKING:
-    from soloist.checkpoint.formats.stored import StoredModule
-
 READ_AGAIN = "The checkpoint is damaged or of a variant Soloist does not read; download it again."
 
 
-def inspect(name: str, shape: tuple[int, int], tensors: Mapping[str, TensorInfo]) -> tuple[int, int, bool]:
-    """(bits, group, symmetric) of a module [N, K] from the shapes of its tensors. Raises CheckpointError."""
+def inspect(
+    name: str, shape: tuple[int, int], tensors: Mapping[str, TensorInfo], trust_shape: bool = True
+) -> tuple[int, int, bool]:
+    """(bits, group, symmetric) of a module [N, K] from the shapes of its tensors. Raises CheckpointError.
+
+    `trust_shape=False` for a fused matrix, whose `weight_shape` may describe one part only.
+    """
     n, k = shape
     packed = tensors["weight_packed"]
     where = packed.shard.path
@@ -41,7 +42,7 @@ def inspect(name: str, shape: tuple[int, int], tensors: Mapping[str, TensorInfo]
             f"{where}: {name}.weight_scale {list(scale.shape)} does not divide a weight of {[n, k]} into groups.",
             READ_AGAIN,
         )
-    if "weight_shape" in tensors:
+    if trust_shape and "weight_shape" in tensors:
         stated = tensors["weight_shape"]
         if stated.numel != 2 or tuple(int(v) for v in stated.view()) != shape:
             raise CheckpointError(f"{where}: {name}.weight_shape disagrees with the config's {[n, k]}.", READ_AGAIN)
@@ -72,13 +73,13 @@ def unpack_rows(words: torch.Tensor, bits: int, rows: int) -> torch.Tensor:
 
 
 def read(
-    stored: StoredModule, take: Callable[[str], torch.Tensor]
+    bits: int, symmetric: bool, outputs: int, take: Callable[[str], torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """(codes, scales, zeros) in the canonical in-memory form; `take` fetches a stored tensor by suffix."""
     codes, scales = take("weight_packed"), take("weight_scale")
-    if stored.symmetric:
+    if symmetric:
         return codes, scales, None
-    return codes, scales, unpack_rows(stored.tensors["weight_zero_point"].view(), stored.bits, stored.shape[0])
+    return codes, scales, unpack_rows(take("weight_zero_point"), bits, outputs)
 
 
 def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
