@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import soloist
-from soloist.combinations import NEEDS
+from soloist.combinations import POINTLESS
 from soloist.errors import SettingError
 from soloist.knobs import Knob, edit_distance, lookalike
 from soloist.settings import KNOBS, Settings, defaults, from_process, read_dotenv, resolve
@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def companions(name: str) -> dict[str, str]:
     """What must stand in the environment for this knob to be allowed at all."""
-    beside = {need.other: need.values[-1] for need in NEEDS if name in need.knobs}
+    beside = {case.other: case.use for case in POINTLESS if name in case.knobs}
     if name == "lookup_nmax":
         beside["lookup_nmin"] = 1
     return {KNOBS[n].env: KNOBS[n].show(value) for n, value in beside.items()}
@@ -120,6 +120,8 @@ def test_refusals_name_the_value_and_the_nearest_valid_one(sources: Any, message
         ("SPEC=dflash2 DFLASH_TOKENS=7", "DFLASH_TOKENS has no effect with TREE=1", "Set TREE=0"),
         ("LOOKUP=0 LOOKUP_NMIN=4", "LOOKUP_NMIN has no effect with LOOKUP=0", "leave LOOKUP_NMIN out"),
         ("BLOCK_RULE=gain LOOKUP_STICKY=1", "LOOKUP_STICKY has no effect with BLOCK_RULE=gain", "BLOCK_RULE=saturated"),
+        ("PREFIX_CACHE=0 HOST_CACHE_GB=2", "HOST_CACHE_GB has no effect with PREFIX_CACHE=0", "Set PREFIX_CACHE=1"),
+        ("SESSION_DIR=none SESSION_CACHE_GB=2", "no effect with SESSION_DIR=none", "Set SESSION_DIR=auto"),
         ("LOOKUP_NMIN=8 LOOKUP_NMAX=7", "LOOKUP_NMAX=7 is below LOOKUP_NMIN=8", "LOOKUP_NMAX=8"),
         ("SPEC=mtp VERIFY_ROWS=1", "VERIFY_ROWS=1 leaves no row", "VERIFY_ROWS=2"),
         ("VERIFY_ROWS=4 DRAFT_TOKENS=4", "do not fit VERIFY_ROWS=4", "Set DRAFT_TOKENS=3 or VERIFY_ROWS=5"),
@@ -130,6 +132,11 @@ def test_impossible_combinations_are_refused(given: str, message: str, remedy: s
     with pytest.raises(SettingError) as refused:
         resolve({}, dict(pair.split("=") for pair in given.split(" ")), {})
     assert message in refused.value.message and remedy in refused.value.remedy
+
+
+def test_switching_off_what_is_off_already_is_no_fault() -> None:
+    environ = {"PREFIX_CACHE": "0", "SETTLE": "0", "SESSION_DIR": "none", "LOOKUP": "0", "LOOKUP_STICKY": "0"}
+    assert resolve({}, environ, {}).notes == ()
 
 
 def test_a_stronger_source_may_make_a_weaker_one_pointless() -> None:

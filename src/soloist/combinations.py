@@ -1,8 +1,8 @@
 """Which knobs exclude each other. `settings.resolve` calls `check` on what it has put together.
 
-Two kinds of fault: a knob the user set that cannot have an effect beside another (`NEEDS`, a table), and values that
-contradict each other (`RULES`, functions). A knob made pointless by a stronger source than its own is a note, not a
-fault: `--spec none` for one run must not require editing `.env`.
+Two kinds of fault: a knob the user set that cannot have an effect beside another (`POINTLESS`, a table), and values
+that contradict each other (`RULES`, functions). A knob made pointless by a stronger source than its own is a note, not
+a fault: `--spec none` for one run must not require editing `.env`.
 """
 
 from __future__ import annotations
@@ -23,69 +23,51 @@ STRENGTH = {"default": 0, ".env": 1, "environment": 2, "flag": 3}
 
 
 @dataclass(frozen=True)
-class Needs:
-    """`knobs` have an effect only while `other` has one of `values`; the first of them is the one to suggest."""
+class Pointless:
+    """`knobs` have no effect while `other` has one of `values`; `use` is the value of `other` to suggest instead."""
 
     knobs: tuple[str, ...]
     other: str
     values: tuple[Any, ...]
+    use: Any
 
 
-NEEDS = (
-    Needs(("draft_tokens",), "spec", ("mtp", "auto")),
-    Needs(("drafter", "dflash_tokens"), "spec", ("dflash2", "auto")),
-    Needs(("draft_sample", "mtp_draft_vocab"), "spec", ("auto", "mtp", "dflash2")),
-    Needs(("dflash_tokens",), "tree", (False,)),
-    Needs(
-        (
-            "lookup_nmin",
-            "lookup_nmax",
-            "lookup_nstrong",
-            "lookup_agree",
-            "lookup_nmin_tail",
-            "lookup_longmin",
-            "lookup_search",
-            "lookup_extend",
-            "lookup_adaptive",
-            "lookup_sticky",
-            "lookup_cheap_ctx",
-        ),
-        "lookup",
-        (True,),
-    ),
-    Needs(
-        (
-            "settle",
-            "snapshot_every",
-            "host_cache_gb",
-            "session_dir",
-            "session_cache_gb",
-            "session_flush_s",
-        ),
-        "prefix_cache",
-        (True,),
-    ),
-    Needs(("lookup_adaptive", "lookup_sticky", "lookup_cheap_ctx"), "block_rule", ("saturated",)),
+SATURATED = ("lookup_adaptive", "lookup_sticky", "lookup_cheap_ctx")
+MATCHING = ("lookup_nmin", "lookup_nmax", "lookup_search", "lookup_extend")
+MERGING = ("lookup_nstrong", "lookup_agree", "lookup_nmin_tail", "lookup_longmin")
+SESSIONS = ("session_cache_gb", "session_flush_s")
+
+POINTLESS = (
+    Pointless(("draft_tokens",), "spec", ("none", "dflash2"), use="mtp"),
+    Pointless(("drafter", "dflash_tokens"), "spec", ("none", "mtp"), use="dflash2"),
+    Pointless(("draft_sample", "mtp_draft_vocab"), "spec", ("none",), use="auto"),
+    Pointless(("dflash_tokens",), "tree", (True,), use=False),
+    Pointless((*MATCHING, *MERGING, *SATURATED), "lookup", (False,), use=True),
+    Pointless(SATURATED, "block_rule", ("gain",), use="saturated"),
+    Pointless(("settle", "snapshot_every", "host_cache_gb", "session_dir"), "prefix_cache", (False,), use=True),
+    Pointless(SESSIONS, "prefix_cache", (False,), use=True),
+    Pointless(SESSIONS, "session_dir", ("none",), use="auto"),
 )
+OFF = (False, 0, "none")
+"""Switching off what is off already is no fault."""
 
 
 def check(settings: Settings, knobs: Mapping[str, Knob]) -> list[str]:
     """Notes about knobs without effect; raises SettingError for a combination that cannot be meant."""
     notes = []
-    for need in NEEDS:
-        other = knobs[need.other]
-        now = getattr(settings, need.other)
-        if now in need.values:
+    for case in POINTLESS:
+        other, now = knobs[case.other], getattr(settings, case.other)
+        if now not in case.values:
             continue
-        for name in need.knobs:
-            if not settings.given(name):
+        for name in case.knobs:
+            if not settings.given(name) or getattr(settings, name) in OFF:
                 continue
             fault = f"{knobs[name].env} has no effect with {other.env}={other.show(now)}."
-            if STRENGTH[settings.origins[name]] < STRENGTH[settings.origins[need.other]]:
+            if STRENGTH[settings.origins[name]] < STRENGTH[settings.origins[case.other]]:
                 notes.append(fault)
-                continue
-            wanted = f"{other.env}={other.show(need.values[0])}"
-            raise SettingError(fault, f"Set {wanted}, or leave {knobs[name].env} out.")
+            else:
+                remedy = f"Set {other.env}={other.show(case.use)}, or leave {knobs[name].env} out."
+                raise SettingError(fault, remedy)
     for rule in RULES:
         rule(settings)
     return notes
