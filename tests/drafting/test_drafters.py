@@ -200,3 +200,28 @@ def test_a_truncated_head_proposes_its_own_ids_only(tmp_path) -> None:
     assert set(draft.tokens) <= set(ids.tolist())
     out = room.oracle.rows(text.hidden[:30], torch.tensor(text.tokens[1:31]))
     assert draft.tokens[0] == int(ids[(out[-1] @ room.oracle.head[ids].T).argmax()])
+
+
+def test_a_snapshot_needs_no_page_beyond_it(mtp: MTPRoom) -> None:
+    """At a grid point the anchor's page may not exist yet; a parked request resumes with nothing queued."""
+    text, drafter = mtp.text(110), mtp.drafter()
+    text.pages = text.pages[:1]
+    drafter.absorb([text.part(0, 64)])
+    snapshot = drafter.export(0, 64)
+    text.pages = [*text.pages, 9]
+    assert drafter.propose([text.ask(64, 4)])[0].tokens == mtp.expect(text, 64, 4)
+    drafter.drop(0)
+    text.slot = 2
+    drafter.load(2, 64, snapshot)
+    assert drafter.propose([text.ask(64, 4)])[0].tokens == mtp.expect(text, 64, 4)
+    drafter.absorb([text.part(64, 67)])
+    assert drafter.propose([text.ask(67, 4)])[0].tokens == mtp.expect(text, 67, 4)
+
+
+def test_going_back_forgets_what_came_after(room) -> None:
+    """A settle pass prefills tokens again that were decoded before."""
+    text, drafter = room.text(120), room.drafter()
+    drafter.absorb([text.part(0, 60)])
+    drafter.propose([text.ask(60, 4)])
+    drafter.absorb([text.part(30, 50)])
+    assert drafter.propose([text.ask(50, 4)])[0].tokens == room.expect(text, 50, 4)

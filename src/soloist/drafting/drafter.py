@@ -26,7 +26,7 @@ class SettledTokens:
 
     start   position of the first; tokens [n + 1]: they and the one after them
     hidden  [n, H] after the final norm; taps [n, t * H], None where the drafter wants none
-    pages   the request's pages, which cover these positions and the next
+    pages   the request's pages, which cover these positions
     """
 
     slot: int
@@ -46,6 +46,7 @@ class SettledTokens:
 class Ask:
     """One request that wants drafts: its anchor and the anchor's position, and how its tokens are drawn.
 
+    pages   the request's pages, which cover the anchor's position
     count   drafts wanted along a path; the drafter may give fewer
     tree    alternatives are wanted too (a CandidateGraph)
     sample  False: draft the likeliest tokens even where the request samples
@@ -110,6 +111,9 @@ class Backlog:
     def take(self, slots: Sequence[int]) -> list[SettledTokens]:
         """The queued parts of these slots, in order, slot by slot."""
         return [part for slot in slots for part in self._parts.pop(slot, [])]
+
+    def has(self, slot: int) -> bool:
+        return slot in self._parts
 
     def drop(self, slot: int) -> None:
         self._parts.pop(slot, None)

@@ -119,10 +119,10 @@ class MTPDrafter:
     def __init__(self, module: MTPModule, kv: KVStore, depth: int, beam: int = 2) -> None:
         self.module, self.kv, self.depth, self.beam = module, kv, depth, beam
         self._backlog = Backlog(EAGER)
-        self._end: dict[int, int] = {}  # tokens absorbed per slot
-        self._output: dict[int, torch.Tensor] = {}  # [H] module output of the newest computed row
-        self._before: dict[int, torch.Tensor] = {}  # [H] target hidden of the newest absorbed token
-        self._resumed: set[int] = set()  # slots whose first row after a resume pairs with the snapshot's hidden
+        self._end: dict[int, int] = {}  # tokens absorbed
+        self._rows: dict[int, int] = {}  # rows computed: positions below this one
+        self._before: dict[int, torch.Tensor] = {}  # [H] target hidden of the newest token taken from the backlog
+        self._output: dict[int, torch.Tensor] = {}  # [H] module output of the newest row
 
     @property
     def stores(self) -> Mapping[str, KVStore]:
@@ -137,52 +137,70 @@ class MTPDrafter:
     def absorb(self, batch: Sequence[SettledTokens]) -> None:
         full: list[int] = []
         for part in batch:
-            if self._end.get(part.slot, part.start) != part.start:
-                self._compute([part.slot])  # one pass holds consecutive tokens
+            known = self._end.get(part.slot)
+            if known != part.start:
+                self._compute([part.slot])
+                # Going back: the row at `start` stands, for it depends on nothing later. Position 0 has none.
+                self._rows[part.slot] = part.start + 1
             if self._backlog.add(part):
                 full.append(part.slot)
             self._end[part.slot] = part.end
         if full:
             self._compute(full)
 
-    def _compute(self, slots: Sequence[int]) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-        """Run the backlog of these slots in one pass. Returns the settled keys and values of each slot computed."""
-        parts = self._backlog.take(slots)
-        if not parts:
-            return {}
+    def _compute(self, slots: Sequence[int], anchors: bool = False) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+        """Run the backlog of these slots in one pass; returns the keys and values of each slot that had one.
+
+        The row of the newest token is computed with `anchors` only: its page exists when a step is about to run, and
+        its draft is wanted then.
+        """
         tokens: list[int] = []
-        positions: list[int] = []
         hidden: list[torch.Tensor] = []
-        rows: dict[int, list[tuple[int, int]]] = {}
+        positions: list[int] = []
+        spans: dict[int, tuple[int, int]] = {}
         pages: dict[int, Sequence[int]] = {}
-        for part in parts:
-            slot, first = part.slot, part.start + 1
-            if slot in self._resumed:
-                # The token at the cut pairs with the last hidden before it, which came with the snapshot.
-                self._resumed.discard(slot)
-                first = part.start
+        parts = self._backlog.take(slots)
+        newest = {part.slot: i for i, part in enumerate(parts)}
+        for i, part in enumerate(parts):
+            slot, start = part.slot, part.start
+            first = self._rows[slot]
+            last = part.end if anchors or newest[slot] != i else part.end - 1
+            if first <= start <= last:
                 hidden.append(self._before[slot][None])
-            hidden.append(part.hidden)
-            rows.setdefault(slot, []).append((len(tokens), len(tokens) + part.end + 1 - first))
-            tokens += part.tokens[first - part.start :]
-            positions += range(first, part.end + 1)
+            if last > start:
+                hidden.append(part.hidden[max(first, start + 1) - start - 1 : last - start])
+            if last >= first:
+                spans[slot] = spans.get(slot, (len(tokens), 0))[0], len(tokens) + last + 1 - first
+                tokens += part.tokens[first - start : last + 1 - start]
+                positions += range(first, last + 1)
+                self._rows[slot] = last + 1
             pages[slot] = part.pages
-            self._before[slot] = part.hidden[-1]
+            if part.end > start:
+                self._before[slot] = part.hidden[-1]
+        if not tokens:
+            return {}
+        return self._pass(tokens, torch.cat(hidden), positions, spans, pages)
+
+    def _pass(
+        self,
+        tokens: list[int],
+        hidden: torch.Tensor,
+        positions: list[int],
+        spans: dict[int, tuple[int, int]],
+        pages: dict[int, Sequence[int]],
+    ) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+        """Rows of several slots, consecutive positions each: written to the pages, attending to all before them."""
         device = self.module.device
         where = torch.tensor(positions, device=device)
-        spans = {slot: (parts_[0][0], parts_[-1][1]) for slot, parts_ in rows.items()}
         settled: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
         def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            index = torch.cat(
-                [token_rows(pages[s], positions[b - 1] + 1)[positions[a] :] for s, (a, b) in spans.items()]
-            )
-            self.kv.write(0, index, k, v)
+            known = {slot: token_rows(pages[slot], positions[b - 1] + 1) for slot, (_, b) in spans.items()}
+            self.kv.write(0, torch.cat([known[slot][positions[a] :] for slot, (a, _) in spans.items()]), k, v)
             out = torch.empty_like(q)
             for slot, (a, b) in spans.items():
                 # Position 0 has no row.
-                keys, values = self.kv.read_rows(0, token_rows(pages[slot], positions[b - 1] + 1)[1:])
-                settled[slot] = keys, values
+                keys, values = settled[slot] = self.kv.read_rows(0, known[slot][1:])
                 seen = torch.arange(1, keys.shape[0] + 1, device=device) <= where[a:b, None]
                 o = F.scaled_dot_product_attention(
                     q[a:b].transpose(0, 1),
@@ -194,34 +212,26 @@ class MTPDrafter:
                 out[a:b] = o.transpose(0, 1)
             return out
 
-        z = self.module.forward(torch.tensor(tokens, device=device), torch.cat(hidden), where, attend)
+        z = self.module.forward(torch.tensor(tokens, device=device), hidden, where, attend)
         for slot, (_, b) in spans.items():
             self._output[slot] = z[b - 1]
         return settled
 
     def drop(self, slot: int) -> None:
         self._backlog.drop(slot)
-        self._resumed.discard(slot)
-        for kept in (self._end, self._output, self._before):
+        for kept in (self._end, self._rows, self._output, self._before):
             kept.pop(slot, None)
 
     def export(self, slot: int, cut: int) -> dict[str, torch.Tensor]:
         self._compute([slot])
         if self._end.get(slot, 0) != cut:
             raise ValueError(f"slot {slot} has absorbed {self._end.get(slot, 0)} tokens, not {cut}")
-        # The output serves a request that goes on with the very next token it knew; a branch computes its own.
-        kept = {"mtp.hidden": self._before[slot].clone()}
-        if slot in self._output:
-            kept["mtp.output"] = self._output[slot].clone()
-        return kept
+        return {"mtp.hidden": self._before[slot].clone()}
 
     def load(self, slot: int, cut: int, tensors: dict[str, torch.Tensor]) -> None:
         self.drop(slot)
-        self._end[slot] = cut
+        self._end[slot] = self._rows[slot] = cut
         self._before[slot] = tensors["mtp.hidden"].to(self.module.device)
-        if "mtp.output" in tensors:
-            self._output[slot] = tensors["mtp.output"].to(self.module.device)
-        self._resumed.add(slot)
 
     # -- drafting --------------------------------------------------------------------------------------------------
 
@@ -235,11 +245,16 @@ class MTPDrafter:
 
     def _settled(self, asks: Sequence[Ask]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Keys and values of every request's tokens, the anchor's among them; computes what is still queued."""
-        computed = self._compute([ask.slot for ask in asks])
         for ask in asks:
             known = self._end.get(ask.slot, 0)
             if known != ask.position:
                 raise ValueError(f"slot {ask.slot} has absorbed {known} tokens; its anchor is at {ask.position}")
+            if self._rows[ask.slot] == ask.position and not self._backlog.has(ask.slot):
+                # After a resume nothing is queued, and the anchor's row is still owed.
+                none = self._before[ask.slot].new_empty(0, self._before[ask.slot].shape[0])
+                self._backlog.add(SettledTokens(ask.slot, ask.position, [ask.anchor], none, None, ask.pages))
+        computed = self._compute([ask.slot for ask in asks], anchors=True)
+        for ask in asks:
             if ask.slot not in computed:
                 computed[ask.slot] = self.kv.read_rows(0, token_rows(ask.pages, ask.position + 1)[1:])
         return [computed[ask.slot] for ask in asks]
