@@ -29,9 +29,12 @@ def environment(tmp_path: Path) -> dict[str, str]:
     return kept | {"XDG_STATE_HOME": str(tmp_path / "state"), "TERM": "xterm", "OMP_NUM_THREADS": "1"}
 
 
-def pipe(arguments: list[str], question: str, environment: dict[str, str], cwd: Path) -> subprocess.CompletedProcess:
+def pipe(
+    arguments: list[str], question: str, environment: dict[str, str], cwd: Path, seconds: float = 60
+) -> subprocess.CompletedProcess[str]:
+    command = [*CHAT, *arguments]
     return subprocess.run(
-        [*CHAT, *arguments], input=question, env=environment, cwd=cwd, capture_output=True, text=True, timeout=60
+        command, input=question, env=environment, cwd=cwd, capture_output=True, text=True, timeout=seconds, check=False
     )
 
 
@@ -231,6 +234,14 @@ def test_a_server_is_started_with_the_same_settings_and_stopped(with_stand_in, t
     assert "Loading other: layers" in done.stderr
     assert gone(int(said[1]))
     assert not list(tmp_path.glob("soloist-*.log")), "the log of a healthy server is removed"
+
+
+def test_the_bundled_demo_answers_a_pipe(environment, tmp_path: Path) -> None:
+    arguments = ["demo", "--port", str(free_port()), "--max-len", "128"]
+    done = pipe(arguments, "Tell me a story about a small boat.", environment, tmp_path, seconds=200)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.split()) >= 5
+    assert re.search(r"\d+ tokens · [\d.]+ tok/s · TTFT .* cached", done.stderr)
 
 
 def test_a_server_that_refuses_to_start_says_why(with_stand_in, tmp_path: Path) -> None:
