@@ -61,6 +61,21 @@ class Settings:
     reserve_tokens: int = knob(
         2048, "Answer tokens that must be free before a request is admitted.", group="Memory", low=64
     )
+    pool_tokens: int | Literal["auto"] = knob(
+        "auto",
+        "Tokens of KV in the page pool; auto: what the card has left, on a CPU four times MAX_LEN.",
+        group="Memory",
+        low=128,
+    )
+    ctx: Literal["auto", "fast", "long", "huge"] = knob(
+        "auto", "KV profile: fast 16 bits, long 8 bits, huge KVarN; auto: fast.", group="Memory"
+    )
+    kv_format: Literal["auto", "bf16", "fp16", "fp32", "fp8", "int8", "kvarn"] = knob(
+        "auto", "Format of stored keys and values; auto: by CTX.", group="Memory"
+    )
+    kv_format_v: Literal["same", "bf16", "fp16", "fp32", "fp8", "int8"] = knob(
+        "same", "Format of stored values where it differs from that of keys.", group="Memory"
+    )
     host_cache_gb: float = knob(
         4.0, "Host memory for snapshots and for pages that left the pool, in GiB.", group="Memory", low=0
     )

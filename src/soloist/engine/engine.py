@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import logging
 import os
+import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from soloist.engine.memory import Memory
@@ -68,6 +69,7 @@ class Engine:
         self.worst_gap_ms = 0.0
         self._inbox: list[Request] = []
         self._cancels: list[Request] = []
+        self._tasks: list[tuple[Callable[[], None], queue.Queue[BaseException | None]]] = []
         self._wake = threading.Condition()
         self._stopping = False
         self._alive = True
@@ -124,6 +126,22 @@ class Engine:
             counts["cache_host_bytes"] = self.reuse.prefix.host_used
         return counts
 
+    def everyone(self) -> list[Request]:
+        """Requests and settle passes that may hold pages or a slot, for integrity checks on the engine's thread."""
+        return self.scheduler.running() + (self.settler.running() if self.settler is not None else [])
+
+    def call(self, task: Callable[[], None], timeout: float = 60.0) -> None:
+        """Run `task` on the engine's thread between two steps and wait; its exception is raised here."""
+        answer: queue.Queue[BaseException | None] = queue.Queue()
+        with self._wake:
+            if not self._alive or self._stopping:
+                raise EngineDeadError("The engine has stopped; restart the server.")
+            self._tasks.append((task, answer))
+            self._wake.notify()
+        error = answer.get(timeout=timeout)
+        if error is not None:
+            raise error
+
     def close(self, timeout: float = 10.0) -> None:
         """Stop the thread; open requests end with `abort`."""
         with self._wake:
@@ -163,22 +181,7 @@ class Engine:
 
     def _run(self) -> None:
         try:
-            while True:
-                with self._wake:
-                    while not self._stopping and not self._inbox and not self._cancels and not self._has_work():
-                        self._busy_since = 0.0
-                        if self._settling():
-                            break
-                        self._wake.wait()
-                    if self._stopping:
-                        break
-                    self._busy_since = self._busy_since or time.perf_counter()
-                    arrived, self._inbox = self._inbox, []
-                    cancelled, self._cancels = self._cancels, []
-                for request in arrived:
-                    self.scheduler.add(request)
-                for request in cancelled:
-                    self._cancel(request)
+            while self._take_in():
                 self.step()
                 self._busy_since = time.perf_counter()
         except BaseException as error:  # the loop itself failed: nothing can be trusted any more
@@ -186,6 +189,33 @@ class Engine:
             self._shut(EngineDeadError(f"The engine stopped: {error}"))
         else:
             self._shut(None)
+
+    def _take_in(self) -> bool:
+        """Wait for work, then take over what other threads left; False when the engine is to stop."""
+        with self._wake:
+            while not (self._stopping or self._inbox or self._cancels or self._tasks or self._has_work()):
+                self._busy_since = 0.0
+                if self._settling():
+                    break
+                self._wake.wait()
+            if self._stopping:
+                return False
+            self._busy_since = self._busy_since or time.perf_counter()
+            arrived, self._inbox = self._inbox, []
+            cancelled, self._cancels = self._cancels, []
+            tasks, self._tasks = self._tasks, []
+        for request in arrived:
+            self.scheduler.add(request)
+        for request in cancelled:
+            self._cancel(request)
+        for task, answer in tasks:
+            try:
+                task()
+            except Exception as error:  # the caller's to hear
+                answer.put(error)
+            else:
+                answer.put(None)
+        return True
 
     def _has_work(self) -> bool:
         scheduler = self.scheduler
@@ -335,6 +365,9 @@ class Engine:
         with self._wake:
             self._alive = False
             leftover, self._inbox = list(self.scheduler) + self._inbox, []
+            tasks, self._tasks = self._tasks, []
+        for _, answer in tasks:
+            answer.put(error or EngineDeadError("The engine has stopped."))
         reason = "error" if error else "abort"
         for request in leftover:
             self.scheduler.remove(request)

@@ -43,6 +43,7 @@ class Reuse:
 
     def admit(self, request: Request) -> bool:
         """Slot, pages and state for a waiting request, warm where its prompt is known; False for not now."""
+        self.idle()
         if self.prefix is not None and request.trail is None:
             request.trail = self.prefix.trail(request.prompt, request.cache_salt)
         if not self.memory.could_admit(request):
