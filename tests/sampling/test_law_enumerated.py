@@ -1,7 +1,7 @@
 """The emitted law by enumeration: every draft, every trial and every residual of the real rule, summed exactly.
 
-The target is a random conditional table on 5 tokens; the joint law of the first emitted tokens must be the target's own,
-whatever the drafter proposes. The same sums show the known mistakes to be visible.
+The target is a random conditional table on 5 tokens; the joint law of the first emitted tokens must be the target's
+own, whatever the drafter proposes. The same sums show the known mistakes to be visible.
 """
 
 from __future__ import annotations
@@ -76,8 +76,9 @@ def tree(conditional: bool = True, copied: bool = True) -> Drafter:
                     laws: list[Law | None] = [sparse(q), sparse(left if conditional else q), sparse(below)]
                     if copied:
                         tokens, parents, laws = [*tokens, lookup, a], [*parents, -1, 1], [*laws, None, None]
-                    yield Proposal(tokens, parents, laws, ["t"] * len(tokens), [1.0] * len(tokens)), (
-                        q[a] * left[b] * below[c]
+                    yield (
+                        Proposal(tokens, parents, laws, ["t"] * len(tokens), [1.0] * len(tokens)),
+                        (q[a] * left[b] * below[c]),
                     )
 
     return drafts

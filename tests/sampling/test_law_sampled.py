@@ -29,11 +29,17 @@ from soloist.sampling.processors import TargetLaw
 from soloist.sampling.rng import Stream
 from soloist.sampling.verify import Mode, Trial, branch_trials, verify
 
-V, TOKENS, QUICK, FULL = 6, 2, 5_000, 200_000
+V, TOKENS, QUICK, FULL = 6, 2, 3_000, 200_000
 TARGET, DRAFTER = Tiny(V, 11), Tiny(V, 12)
 PLAIN = SamplingParams()
 PROCESSED = SamplingParams(
-    temperature=0.9, top_k=5, top_p=0.93, min_p=0.02, repetition_penalty=1.2, presence_penalty=0.3, frequency_penalty=0.1
+    temperature=0.9,
+    top_k=5,
+    top_p=0.93,
+    min_p=0.02,
+    repetition_penalty=1.2,
+    presence_penalty=0.3,
+    frequency_penalty=0.1,
 )
 Drafter = Callable[[tuple[int, ...], int, SamplingParams], Proposal]
 
@@ -161,7 +167,7 @@ def test_the_test_sees_a_value_dependent_cut() -> None:
         proposal = chain(prefix, seed, params)
         laws = [law for law in proposal.laws if law is not None]
         confident = [law.probs[law.ids.index(t)] >= 0.25 for t, law in zip(proposal.tokens, laws, strict=True)]
-        return proposal.cut((confident + [False]).index(False))
+        return proposal.cut([*confident, False].index(False))
 
     assert chi_square(cut, PLAIN, QUICK) > 10
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
+from functools import cache, lru_cache
 
 import numpy as np
 import torch
@@ -30,6 +30,7 @@ class Tiny:
     def __init__(self, vocab: int, seed: int, spread: float = 1.2) -> None:
         self.vocab, self.seed, self.spread = vocab, seed, spread
         self.logits = cache(self._logits)
+        self._rows = lru_cache(100_000)(self._path_rows)
 
     def _logits(self, prefix: tuple[int, ...]) -> np.ndarray:
         key = zlib.crc32(bytes([self.seed, *prefix]))
@@ -37,8 +38,11 @@ class Tiny:
 
     def rows(self, prefix: tuple[int, ...], proposal: Proposal) -> torch.Tensor:
         """Logits of the anchor and every node, each given its own ancestors only."""
+        return self._rows(prefix, tuple(proposal.tokens), tuple(proposal.parents))
+
+    def _path_rows(self, prefix: tuple[int, ...], tokens: tuple[int, ...], parents: tuple[int, ...]) -> torch.Tensor:
         paths = [prefix]
-        for token, parent in zip(proposal.tokens, proposal.parents, strict=True):
+        for token, parent in zip(tokens, parents, strict=True):
             paths.append((*paths[parent + 1], token))
         return torch.from_numpy(np.stack([self.logits(p) for p in paths]))
 

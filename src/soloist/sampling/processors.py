@@ -54,13 +54,13 @@ class TargetLaw:
         best = logits.max()
         scores = (logits - best).astype(np.float32)
         if scores.min() == -np.inf:
-            keep = np.flatnonzero(scores > -np.inf)
+            keep = (scores > -np.inf).nonzero()[0]
             ids, scores = ids[keep], scores[keep]
         return cls(ids, scores)
 
     def prob(self, token: int) -> float:
         """The probability of one token, 0 outside the support."""
-        i = int(np.searchsorted(self.ids, token))
+        i = int(self.ids.searchsorted(token))
         return float(self.probs[i]) if i < len(self.ids) and self.ids[i] == token else 0.0
 
     def sample(self, noise: Noise) -> int:
@@ -70,13 +70,15 @@ class TargetLaw:
             return int(ids[0])
         if len(ids) > 128:
             # The best token scores at least GUMBEL_MIN; what cannot reach that with the largest noise cannot win.
-            keep = np.flatnonzero(scores > GUMBEL_MIN - GUMBEL_MAX - 1e-3)
+            keep = (scores > GUMBEL_MIN - GUMBEL_MAX - 1e-3).nonzero()[0]
             ids, scores = ids[keep], scores[keep]
         return int(ids[perturbed_argmax(ids, scores, noise)])
 
 
 def host_row(rows: torch.Tensor, index: int) -> np.ndarray:
     """Row `index` of logits [T, V] as a read-only view (or copy) fp32 [V] on the host."""
+    if rows.dtype == torch.float32 and rows.device.type == "cpu":
+        return rows.detach().numpy()[index]
     return rows[index].detach().to(device="cpu", dtype=torch.float32).numpy()
 
 
@@ -88,7 +90,7 @@ def best_places(x: np.ndarray, n: int) -> list[int]:
     """The indices of the n largest entries of fp32 [V], best first, lowest index first among equals."""
     if n <= 1:
         return [int(x.argmax())][:n]
-    ids = np.flatnonzero(x >= _kth_largest(x, n)) if n < len(x) else np.arange(len(x))
+    ids = (x >= _kth_largest(x, n)).nonzero()[0] if n < len(x) else np.arange(len(x))
     return ids[np.argsort(-x[ids], kind="stable")][:n].tolist()
 
 
@@ -128,12 +130,12 @@ def _penalise(x: np.ndarray, history: History) -> None:
     """Step 3 in place: repetition over prompt and output, frequency and presence over the output."""
     p = history.params
     if p.repetition_penalty != 1.0:
-        ids = np.flatnonzero(history.seen)
+        ids = history.seen.nonzero()[0]
         r = np.float32(p.repetition_penalty)
         values = x[ids]
         x[ids] = np.where(values > 0, values / r, values * r)
     if p.frequency_penalty or p.presence_penalty:
-        ids = np.flatnonzero(history.counts)
+        ids = history.counts.nonzero()[0]
         x[ids] -= np.float32(p.frequency_penalty) * history.counts[ids].astype(np.float32)
         x[ids] -= np.float32(p.presence_penalty)
 
@@ -194,7 +196,7 @@ def truncated(
     if 0 < top_k < len(x):
         floor = max(floor, _kth_largest(x, top_k))
     if floor > -np.inf:
-        keep = np.flatnonzero(x >= floor)
+        keep = (x >= floor).nonzero()[0]
         x = x[keep]
         ids = keep if ids is None else ids[keep]
     elif ids is None:
@@ -207,10 +209,10 @@ def _nucleus(law: TargetLaw, top_p: float) -> TargetLaw:
     """Step 9: the smallest prefix, in order of falling probability, whose mass reaches `top_p`."""
     head = np.arange(len(law.ids))
     if len(head) > 2 * _SORT_FIRST:
-        first = np.flatnonzero(law.scores >= _kth_largest(law.scores, _SORT_FIRST))
+        first = (law.scores >= _kth_largest(law.scores, _SORT_FIRST)).nonzero()[0]
         if law.probs[first].sum() > top_p:
             head = first
-    order = head[np.argsort(-law.scores[head], kind="stable")]
-    mass = np.cumsum(law.probs[order])
-    kept = np.sort(order[: 1 + int(np.searchsorted(mass, top_p, side="left"))])
+    order = head[(-law.scores[head]).argsort(kind="stable")]
+    mass = law.probs[order].cumsum()
+    kept = np.sort(order[: 1 + int(mass.searchsorted(top_p))])
     return TargetLaw(law.ids[kept], law.scores[kept])

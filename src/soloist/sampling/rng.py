@@ -24,6 +24,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import lru_cache
 from types import ModuleType
 from typing import Any
 
@@ -37,6 +38,10 @@ GUMBEL_MIN = -3.14
 
 # 1 / (2n + 1): ln m = 2 s (1 + s^2/3 + s^4/5 + ...), s = (m - 1) / (m + 1), |s| < 0.172, error below 2^-38.
 _ATANH = tuple(1.0 / (2 * n + 1) for n in range(7))
+_LN2, _SQRT_HALF = math.log(2.0), math.sqrt(0.5)
+
+# Up to this many tokens plain Python is quicker than array operations.
+_FEW = 12
 
 
 class Stream(IntEnum):
@@ -66,10 +71,16 @@ def _rotl(x: int, r: int) -> int:
     return ((x << r) | (x >> (32 - r))) & MASK32
 
 
-def _absorb(h: int, word: int) -> int:
-    word = _rotl((word * 0xCC9E2D51) & MASK32, 15)
-    h = _rotl(h ^ ((word * 0x1B873593) & MASK32), 13)
-    return (h * 5 + 0xE6546B64) & MASK32
+def _absorb(states: tuple[int, int], word: int) -> tuple[int, int]:
+    """`absorb` of one word into both key chains."""
+    word = (_rotl((word * 0xCC9E2D51) & MASK32, 15) * 0x1B873593) & MASK32
+    a, b = _rotl(states[0] ^ word, 13), _rotl(states[1] ^ word, 13)
+    return (a * 5 + 0xE6546B64) & MASK32, (b * 5 + 0xE6546B64) & MASK32
+
+
+@lru_cache(maxsize=1024)
+def _seeded(seed: int) -> tuple[int, int]:
+    return _absorb(_absorb((0x9E3779B9, 0x7F4A7C15), seed & MASK32), (seed >> 32) & MASK32)
 
 
 def _mix(h: Any) -> Any:
@@ -82,7 +93,7 @@ def _mix(h: Any) -> Any:
 def _ln(x: Any, xp: ModuleType) -> Any:
     """Natural logarithm of positive fp64 values by IEEE basic operations, relative error below 2^-36."""
     m, e = xp.frexp(x)
-    low = m < math.sqrt(0.5)
+    low = m < _SQRT_HALF
     m = xp.where(low, m * 2.0, m)
     e = xp.where(low, e - 1, e)
     s = (m - 1.0) / (m + 1.0)
@@ -90,10 +101,23 @@ def _ln(x: Any, xp: ModuleType) -> Any:
     series = z * _ATANH[6] + _ATANH[5]
     for coefficient in _ATANH[4::-1]:
         series = series * z + coefficient
-    return xp.asarray(e, dtype=xp.float64) * math.log(2.0) + (s * 2.0) * series
+    return xp.asarray(e, dtype=xp.float64) * _LN2 + (s * 2.0) * series
 
 
-@dataclass(frozen=True)
+def _ln_scalar(x: float) -> float:
+    """`_ln` of one Python float: the same operations in the same order, so the same bits."""
+    m, e = math.frexp(x)
+    if m < _SQRT_HALF:
+        m, e = m * 2.0, e - 1
+    s = (m - 1.0) / (m + 1.0)
+    z = s * s
+    series = z * _ATANH[6] + _ATANH[5]
+    for coefficient in _ATANH[4::-1]:
+        series = series * z + coefficient
+    return e * _LN2 + (s * 2.0) * series
+
+
+@dataclass(frozen=True, slots=True)
 class Noise:
     """The noise of one (seed, stream, position): keys once, then any token ids."""
 
@@ -103,13 +127,8 @@ class Noise:
     @classmethod
     def at(cls, seed: int, stream: Stream, position: int) -> Noise:
         """`seed` any 64-bit integer (signed or not), `position` the absolute index of the token being produced."""
-        words = (seed & MASK32, (seed >> 32) & MASK32, int(stream), position & MASK32)
-        keys = []
-        for h in (0x9E3779B9, 0x7F4A7C15):
-            for word in words:
-                h = _absorb(h, word)
-            keys.append(_mix(h))
-        return cls(*keys)
+        a, b = _absorb(_absorb(_seeded(seed), int(stream)), position & MASK32)
+        return cls(_mix(a), _mix(b))
 
     def bits(self, token: Any) -> Any:
         """hash(token): a Python integer, or int64 array/tensor of the same shape."""
@@ -121,6 +140,9 @@ class Noise:
 
     def gumbel(self, ids: np.ndarray) -> np.ndarray:
         """Standard Gumbel noise of token ids int64 [n] -> fp32 [n]."""
+        if len(ids) <= _FEW:
+            few = [-_ln_scalar(-_ln_scalar((self.bits(t) + 0.5) * 2.0**-32)) for t in ids.tolist()]
+            return np.array(few, dtype=np.float32)
         u = (self.bits(ids) + 0.5) * 2.0**-32
         return (-_ln(-_ln(u, np), np)).astype(np.float32)
 
@@ -140,6 +162,6 @@ def perturbed_argmax(ids: np.ndarray, scores: np.ndarray, noise: Noise) -> int:
         with np.errstate(divide="ignore"):
             rough = scores - np.log(-np.log((noise.bits(ids) + 0.5) * 2.0**-32))
         # fp32 rounding of score and noise moves a sum by less than 1e-4 for scores of magnitude below 500.
-        near = np.flatnonzero(rough >= rough.max() - 1e-2)
-        return int(near[np.argmax(scores[near] + noise.gumbel(ids[near]))])
-    return int(np.argmax(scores + noise.gumbel(ids)))
+        near = (rough >= rough.max() - 1e-2).nonzero()[0]
+        return int(near[(scores[near] + noise.gumbel(ids[near])).argmax()])
+    return int((scores + noise.gumbel(ids)).argmax())

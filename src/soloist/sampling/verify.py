@@ -168,7 +168,7 @@ def branch_trials(law: TargetLaw, proposal: Proposal, branches: list[int]) -> It
         mass = float(r[place]) if place >= 0 else 0.0
         yield Trial(node, min(1.0, mass / (1.0 if q is None else _mass(q, token))))
         r = _residual(ids, r, token, q)
-    keep = np.flatnonzero(r)
+    keep = r.nonzero()[0]
     yield Trial(-1, 1.0, TargetLaw.of(ids[keep], np.log(r[keep]).astype(np.float32)))
 
 
@@ -186,16 +186,22 @@ def _try_branches(law: TargetLaw, proposal: Proposal, branches: list[int], seed:
 def _residual(ids: np.ndarray, r: np.ndarray, token: int, q: Law | None) -> np.ndarray:
     """norm(max(r - q, 0)) on ascending ids; r itself if nothing is left (then r = q up to rounding)."""
     rest = r.copy()
-    for t, mass in ((token, 1.0),) if q is None else zip(q.ids, q.probs, strict=True):
-        place = _find(ids, t)
+    if q is None:
+        place = _find(ids, token)
         if place >= 0:
-            rest[place] = max(rest[place] - mass, 0.0)
+            rest[place] = 0.0
+    else:
+        q_ids = np.array(q.ids, dtype=np.int64)
+        places = ids.searchsorted(q_ids).clip(max=len(ids) - 1)
+        shared = ids[places] == q_ids
+        places = places[shared]
+        rest[places] = np.maximum(rest[places] - np.array(q.probs)[shared], 0.0)
     total = rest.sum()
     return rest / total if total > 0 else r
 
 
 def _find(ids: np.ndarray, token: int) -> int:
-    i = int(np.searchsorted(ids, token))
+    i = int(ids.searchsorted(token))
     return i if i < len(ids) and ids[i] == token else -1
 
 
