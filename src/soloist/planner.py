@@ -1,0 +1,208 @@
+"""What fits on a card, before anything is loaded: a pure function from shapes, weight bytes and knobs to a plan.
+
+Everything the engine allocates is one `Item`; what is left becomes the page pool. The same function sizes the pool
+at boot, with the free memory that the driver reports in place of the card's size. Units are bytes and tokens.
+
+What can go wrong: a "24 GB" card has 24 GiB, of which the driver and a CUDA context take their part; both are
+items here. Per-token and per-request bytes are arithmetic (spec/model.md section 6, spec/kv_formats.md section 1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from soloist.cache.codecs import bytes_per_token, token_codec
+from soloist.cache.pages import PAGE, pages_for
+from soloist.checkpoint.config import DrafterConfig, ModelConfig
+
+MIB, GIB = 1 << 20, 1 << 30
+
+DRIVER = 330 * MIB  # a 24 GiB card shows 23.68 GiB to programs
+CONTEXT = 450 * MIB  # CUDA context, cuBLAS handles and loaded kernels of this process
+GRAPHS = 256 * MIB  # one captured graph per row bucket, sharing one pool
+KVARN_WINDOW = 400  # 16-bit tokens a request keeps beside its packed tiles
+CONTEXTS = (128, 4096, 16384, 65536)
+TARGET_PARTS = ("embed", "attention", "deltanet", "mlp", "norms", "lm_head")
+BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "fp32": 4, "fp16": 2, "bf16": 2}
+
+
+@dataclass(frozen=True)
+class Choices:
+    """The knobs that cost or save memory. `spec` is what drafts: none, mtp or dflash2."""
+
+    spec: str = "none"
+    kv_format: str = "bf16"
+    kv_format_v: str = "same"
+    state_dtype: str = "float16"
+    dtype: str = "bfloat16"
+    max_seqs: int = 8
+    verify_rows: int = 16
+    reserve: int = 256 * MIB
+    prefill_rows: int = 512
+    embedding: str = "device"
+
+
+@dataclass(frozen=True)
+class Item:
+    """One line of the plan. `why` says what it is made of."""
+
+    name: str
+    nbytes: int
+    why: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the card holds. `pool_bytes` may be negative: then the model does not fit and by how much."""
+
+    card: int
+    used: int
+    items: tuple[Item, ...]
+    token_bytes: int
+    pool_bytes: int
+    pool_tokens: int
+    max_seqs: int
+    max_context: int
+
+    @property
+    def fits(self) -> bool:
+        return self.pool_tokens >= 2 * PAGE
+
+    def residents(self, context: int) -> int:
+        """Requests of `context` tokens that the pool and the slots hold at the same time."""
+        return min(self.max_seqs, self.pool_tokens // (pages_for(context + 1) * PAGE))
+
+
+@dataclass(frozen=True)
+class Saving:
+    """One knob turned: what the pool would be."""
+
+    knob: str
+    pool_tokens: int
+    gained: int
+
+
+def kv_token_bytes(config: ModelConfig, choices: Choices) -> int:
+    """Bytes of one token in all pages: the target's attention layers, and the MTP layer where it drafts."""
+    key = choices.kv_format
+    value = key if choices.kv_format_v == "same" else choices.kv_format_v
+    layers = len(config.attention_layers)
+    heads, dim = config.num_kv_heads, config.head_dim
+    if key == "kvarn":
+        from soloist.cache.kvarn import record_bytes
+
+        target = layers * heads * record_bytes(dim) // 128
+    else:
+        target = layers * sum(bytes_per_token(token_codec(name), heads, dim) for name in (key, value))
+    mtp = 2 * heads * dim * BYTES[choices.dtype] if choices.spec == "mtp" else 0
+    return target + mtp
+
+
+def slot_items(config: ModelConfig, drafter: DrafterConfig | None, choices: Choices) -> list[Item]:
+    """What every request slot costs, whatever its context; all slots are allocated at boot."""
+    n, act = choices.max_seqs, BYTES[choices.dtype]
+    layers = len(config.linear_layers)
+    hv, dk, dv = config.linear_value_heads, config.linear_key_dim, config.linear_value_dim
+    state = layers * hv * dk * dv * BYTES[choices.state_dtype]
+    conv = layers * config.conv_channels * (config.conv_kernel - 1) * act
+    # Keys and values as the recurrence consumes them are fp32, like the two gates; inputs of the convolution are not.
+    keys = config.linear_key_heads * dk
+    record = layers * choices.verify_rows * ((keys + hv * dv + 2 * hv) * 4 + config.conv_channels * act)
+    items = [
+        Item("recurrent state", n * state, f"{n} slots x {state / MIB:.1f} MiB ({choices.state_dtype})"),
+        Item("convolution state", n * conv, f"{n} slots x {conv / MIB:.1f} MiB"),
+        Item("record", n * record, f"{n} slots x {choices.verify_rows} rows"),
+    ]
+    if choices.spec == "dflash2" and drafter is not None:
+        window = drafter.num_layers * 2 * drafter.num_kv_heads * drafter.head_dim * drafter.window * act
+        items.append(Item("drafter context", n * window, f"{n} slots x a window of {drafter.window} tokens"))
+    if choices.kv_format == "kvarn":
+        raw = KVARN_WINDOW * len(config.attention_layers) * 2 * config.num_kv_heads * config.head_dim * act
+        items.append(Item("16-bit tiles", n * raw, f"{n} slots x {KVARN_WINDOW} tokens"))
+    return items
+
+
+def weight_items(config: ModelConfig, parts: Mapping[str, int], drafter_bytes: int, choices: Choices) -> list[Item]:
+    """Weights by part as they stand on the device. `parts` are in-memory bytes as the checkpoint stores them."""
+    body = sum(parts.get(part, 0) for part in ("attention", "deltanet", "mlp", "norms"))
+    embed = parts.get("embed", 0)
+    items = [Item("layers", body, f"{config.num_layers} layers")]
+    if choices.embedding == "device" or config.tied:
+        items.append(Item("embedding", embed, f"{config.vocab_size} rows"))
+    if not config.tied:
+        items.append(Item("head", parts.get("lm_head", 0), f"{config.vocab_size} rows"))
+    if choices.spec == "mtp":
+        items.append(Item("MTP module", parts.get("mtp", 0) + parts.get("draft_head", 0), "module and draft head"))
+    if choices.spec == "dflash2":
+        items.append(Item("DFlash2 drafter", drafter_bytes, "all its weights"))
+    return items
+
+
+def workspace(config: ModelConfig, choices: Choices) -> int:
+    """Activations of the larger of a prefill slice and a full verify step, logits included."""
+    act = BYTES[choices.dtype]
+    width = 2 * config.intermediate_size + 3 * config.hidden_size + 2 * config.conv_channels
+    verify = choices.max_seqs * choices.verify_rows
+    rows = max(choices.prefill_rows, verify)
+    return rows * width * act + verify * config.vocab_size * 4
+
+
+def plan(
+    config: ModelConfig,
+    parts: Mapping[str, int],
+    choices: Choices,
+    *,
+    card: int,
+    used: int = 0,
+    drafter: DrafterConfig | None = None,
+    drafter_bytes: int = 0,
+) -> Plan:
+    """The plan for a card of `card` bytes of which other programs hold `used`."""
+    items = [
+        *weight_items(config, parts, drafter_bytes, choices),
+        *slot_items(config, drafter, choices),
+        Item("driver", DRIVER, "not visible to programs"),
+        Item("CUDA context", CONTEXT, "this process, kernels included"),
+        Item("graphs", GRAPHS, "captured verify steps"),
+        Item("workspace", workspace(config, choices), "activations and logits"),
+        Item("reserve", choices.reserve, "kept free"),
+    ]
+    left = card - used - sum(item.nbytes for item in items)
+    token = kv_token_bytes(config, choices)
+    group = 2 if choices.kv_format == "kvarn" else 1
+    pages = max(0, left) // (token * PAGE * group) * group
+    context = max(0, min(config.max_position, (pages - group) * PAGE - 1))
+    return Plan(card, used, tuple(items), token, left, pages * PAGE, choices.max_seqs, context)
+
+
+def savings(
+    config: ModelConfig,
+    parts: Mapping[str, int],
+    choices: Choices,
+    *,
+    card: int,
+    used: int = 0,
+    drafter: DrafterConfig | None = None,
+    drafter_bytes: int = 0,
+) -> list[Saving]:
+    """Which knob buys what: the plan again with one knob turned, best first. Only those that gain are listed."""
+    turned = {
+        "STATE_DTYPE=float16": {"state_dtype": "float16"},
+        "KV_FORMAT=fp8": {"kv_format": "fp8", "kv_format_v": "same"},
+        "KV_FORMAT=int8": {"kv_format": "int8", "kv_format_v": "same"},
+        "KV_FORMAT=kvarn": {"kv_format": "kvarn", "kv_format_v": "same"},
+        f"MAX_SEQS={max(1, choices.max_seqs // 2)}": {"max_seqs": max(1, choices.max_seqs // 2)},
+        "SPEC=none": {"spec": "none"},
+        "SPEC=mtp": {"spec": "mtp"},
+    }
+    if not parts.get("mtp"):
+        del turned["SPEC=mtp"]
+    sizes = {"card": card, "used": used, "drafter_bytes": drafter_bytes}
+    now = plan(config, parts, choices, drafter=drafter, **sizes).pool_tokens
+    found = []
+    for knob, change in turned.items():
+        there = plan(config, parts, replace(choices, **change), drafter=drafter, **sizes).pool_tokens  # type: ignore[arg-type]
+        if there > now:
+            found.append(Saving(knob, there, there - now))
+    return sorted(found, key=lambda saving: -saving.gained)
