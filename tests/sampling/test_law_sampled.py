@@ -14,6 +14,7 @@ from functools import cache
 
 import numpy as np
 import pytest
+import torch
 
 from sampling.tiny import Tiny, true_law
 from soloist.drafting.calibration import Rates
@@ -25,7 +26,7 @@ from soloist.sampling import verify as verify_module
 from soloist.sampling.draft import draft_law, draw
 from soloist.sampling.history import History
 from soloist.sampling.params import SamplingParams
-from soloist.sampling.processors import TargetLaw
+from soloist.sampling.processors import TargetLaw, target_law
 from soloist.sampling.rng import Stream
 from soloist.sampling.verify import Mode, Trial, branch_trials, verify
 
@@ -105,16 +106,30 @@ DRAFTERS: dict[str, Drafter] = {
 
 
 def chi_square(drafter: Drafter, params: SamplingParams, blocks: int, mode: Mode = "rejection") -> float:
-    """(chi2 - dof) / sqrt(2 dof) of the joint law of two emitted tokens over `blocks` seeds."""
+    """(chi2 - dof) / sqrt(2 dof) of the joint law of two emitted tokens over `blocks` seeds.
+
+    The walk, the trials and the draws are the real ones; the law of a path, the same for every seed, is computed once.
+    """
+    laws: dict[tuple[int, ...], TargetLaw] = {}
+
+    def law_of_path(rows: torch.Tensor, index: int, history: History) -> TargetLaw:
+        path = tuple(history.output)
+        if path not in laws:
+            laws[path] = target_law(rows, index, history)
+        return laws[path]
+
     counts = np.zeros((V,) * TOKENS)
-    for seed in range(blocks):
-        state = History(params, [], V)
-        while len(state.output) < TOKENS:
-            prefix = tuple(state.output)
-            proposal = drafter(prefix, seed, params)
-            for token in verify(TARGET.rows(prefix, proposal), proposal, state, seed, mode).tokens:
-                state.advance(token)
-        counts[tuple(state.output[:TOKENS])] += 1
+    state = History(params, [], V)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(verify_module, "target_law", law_of_path)
+        for seed in range(blocks):
+            while len(state.output) < TOKENS:
+                prefix = tuple(state.output)
+                proposal = drafter(prefix, seed, params)
+                for token in verify(TARGET.rows(prefix, proposal), proposal, state, seed, mode).tokens:
+                    state.push(token)
+            counts[tuple(state.output[:TOKENS])] += 1
+            state.pop(state.depth)
     want = true_law(TARGET, params, TOKENS) * blocks
     assert counts[want == 0].sum() == 0, "a token outside the support was emitted"
     cells = want > 0

@@ -12,10 +12,11 @@ import re
 import numpy as np
 import pytest
 import torch
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from soloist.drafting.proposal import Proposal
-from soloist.errors import RequestError
+from soloist.errors import EngineError, RequestError
 from soloist.sampling.grammar import Grammar
 from soloist.sampling.history import History
 from soloist.sampling.llg import MAX_WHITESPACE, AfterThinking, GrammarCompiler, LLGrammar
@@ -295,6 +296,15 @@ def test_before_the_end_of_thinking_nothing_is_masked_and_roll_back_reopens() ->
     assert allowed(grammar) == {a, *NEWLINES}
     grammar.rollback(1)
     assert not grammar.active and len(allowed(grammar)) == PADDED
+
+
+def test_a_grammar_beyond_its_limits_is_an_error_not_an_early_end() -> None:
+    tokenizer = LLTokenizer(TOKENIZER.to_str(), n_vocab=PADDED, eos_token=[EOS])
+    limits = LLParserLimits(step_max_items=1)
+    source = LLMatcher.grammar_from_json_schema({"type": "object"})
+    history = History(SamplingParams(), [], PADDED, LLGrammar(LLMatcher(tokenizer, source, log_level=0, limits=limits)))
+    with pytest.raises(EngineError, match="Too many items"):
+        verify(torch.zeros(1, PADDED), Proposal(), history, 0, "coupled")
 
 
 def test_min_tokens_gives_way_to_a_finished_grammar() -> None:

@@ -110,7 +110,7 @@ def test_distribution_of_uniforms_and_independence_of_keys() -> None:
     assert np.corrcoef(across[1:], across[:-1])[0, 1] == pytest.approx(0.0, abs=0.03)
 
 
-@pytest.mark.parametrize("n", [1, 5, 128, 129, 4096])
+@pytest.mark.parametrize("n", [1, 5, 9, 40, 4096])
 def test_argmax_with_many_tokens_is_the_definition(n: int) -> None:
     rng = np.random.default_rng(n)
     for position in range(60):

@@ -147,16 +147,18 @@ class LLGrammar:
         return LLGrammar(self._matcher.deep_copy())
 
     def advance(self, token: int) -> bool:
-        return self._matcher.try_consume_tokens([token]) == 1
+        taken = self._matcher.try_consume_tokens([token]) == 1
+        self._check()
+        return taken
 
     def rollback(self, tokens: int) -> None:
         if tokens and not self._matcher.rollback(tokens):
             raise EngineError(f"The grammar cannot roll back {tokens} tokens: {self._matcher.get_error()}")
 
     def mask(self, row: torch.Tensor) -> None:
-        if self._matcher.is_error():
-            raise EngineError(f"The grammar failed: {self._matcher.get_error()}")
-        bits = np.unpackbits(np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8), bitorder="little")
+        packed = self._matcher.compute_bitmask()
+        self._check()
+        bits = np.unpackbits(np.frombuffer(packed, dtype=np.uint8), bitorder="little")
         banned = np.ones(row.shape[0], dtype=bool)
         width = min(len(bits), len(banned))
         banned[:width] = bits[:width] == 0
@@ -164,6 +166,11 @@ class LLGrammar:
 
     def forced(self, limit: int) -> list[int]:
         return self._matcher.compute_ff_tokens()[:limit]
+
+    def _check(self) -> None:
+        """llguidance reports its limits by a state, not by an exception: after one, every mask allows only the end."""
+        if self._matcher.is_error():
+            raise EngineError(f"The grammar gave up: {self._matcher.get_error().splitlines()[0]}")
 
 
 class AfterThinking:

@@ -90,7 +90,7 @@ def verify(
     best = _plain_argmax(rows) if mode == "greedy" and history.plain else None
     stops = history.params.stop_ids
     verdict = Verdict()
-    row = 0
+    row, depth = 0, history.depth
     try:
         while True:
             branches = children[row]
@@ -116,7 +116,7 @@ def verify(
             history.push(token)
             row = node + 1
     finally:
-        history.pop(history.depth)
+        history.pop(history.depth - depth)
 
 
 def _child(proposal: Proposal, branches: list[int], token: int) -> int:
