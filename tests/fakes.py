@@ -156,7 +156,7 @@ class FakeEngine:
             if token in request.params.stop_ids and stats.output_tokens > request.params.min_tokens:
                 reason, stop = "stop", (None if token in request.eos_ids else token)
                 break
-            if request.grammar is not None and request.grammar.active and not request.grammar.advance(token):
+            if request.grammar is not None and not request.grammar.advance(token):
                 raise AssertionError("the script left the grammar")
             matched = request.halt.push(token) if request.halt else None
             if matched is not None:

@@ -12,17 +12,25 @@ from soloist.errors import SoloistError
 from soloist.server.auth import ApiKeys
 from soloist.server.body import BodyLimit
 from soloist.server.errors import failure_of
+from soloist.server.protocol.anthropic import CountRequest, MessagesRequest
 from soloist.server.protocol.chat import ChatRequest
 from soloist.server.protocol.completions import CompletionRequest
 from soloist.server.protocol.tokenize import DetokenizeRequest, TokenizeRequest
 from soloist.server.reply import json_response
-from soloist.server.routes import models, openai_chat, openai_completions, ops, tokenize
+from soloist.server.routes import anthropic, models, openai_chat, openai_completions, ops, tokenize
 from soloist.server.schema import install
 from soloist.server.service import Service
 from soloist.server.stream import ClientGone
 
-_BODIES: list[type[BaseModel]] = [ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest]
-_ROUTERS = [openai_chat.router, openai_completions.router, models.router, tokenize.router, ops.router]
+_BODIES: list[type[BaseModel]] = [
+    ChatRequest,
+    CompletionRequest,
+    MessagesRequest,
+    CountRequest,
+    TokenizeRequest,
+    DetokenizeRequest,
+]
+_ROUTERS = [openai_chat.router, openai_completions.router, anthropic.router, models.router, tokenize.router, ops.router]
 
 
 def build_app(service: Service) -> FastAPI:

@@ -38,6 +38,8 @@ INERT = frozenset(
         "anthropic_beta",
         "container",
         "client_metadata",
+        "inference_geo",
+        "speed",
     }
 )
 
@@ -71,6 +73,7 @@ REFUSED: Mapping[str, tuple[Any, ...]] = {
     "lora_request": (None,),
     "num_ctx": (None,),
     "grammar_lazy": _OFF,
+    "mcp_servers": (None, []),
 }
 
 _HEADER_SAFE = re.compile(r"[^A-Za-z0-9_.\-]")

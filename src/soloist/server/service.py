@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from soloist.errors import RequestError
+from soloist.sampling.llg import GrammarCompiler
 from soloist.server.face import EngineFace
 from soloist.server.fields import IgnoredFields
 from soloist.server.metrics import Meters
@@ -25,9 +26,11 @@ class Service:
     meters: Meters = field(init=False)
     ignored: IgnoredFields = field(default_factory=IgnoredFields)
     markers: dict[int, str] = field(init=False)
+    grammars: GrammarCompiler = field(init=False)
 
     def __post_init__(self) -> None:
         self.meters = Meters(self.engine, self.options.names[0])
+        self.grammars = GrammarCompiler(self.tokenizer.raw, self.engine.vocab_size, self.engine.eos_ids)
         self.markers = marker_ids(self.tokenizer)
         self.think_close = self.tokenizer.id_of(THINK_CLOSE)
 

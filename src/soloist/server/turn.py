@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
 from soloist.engine.request import Event
 from soloist.errors import RequestError
+from soloist.sampling.grammar import Grammar
+from soloist.sampling.llg import LLGrammar
 from soloist.sampling.params import SamplingParams, ThinkingBudget
 from soloist.server.choice import Choice, ChoiceRules, ContentParser, PlainContent, Update
 from soloist.server.generation import Generation, Plan
 from soloist.server.logprobs import TokenNames
 from soloist.server.messages import normalise
 from soloist.server.observe import Observer
+from soloist.server.parsers.parts import CALL_CLOSE, CALL_OPEN
+from soloist.server.parsers.tools_qwen import ToolParser
 from soloist.server.prompting import thinking_left_open
 from soloist.server.protocol.common import SamplingFields
 from soloist.server.sampling import choice_seed, resolve_max_tokens, sampling_params
 from soloist.server.service import Service
+from soloist.server.structured import after_thinking, constraint_of
 from soloist.server.text import TextStream
 from soloist.server.thinking import Thinking
+from soloist.server.tool_grammar import tool_grammar
 
 _LONG_TEXT = 20_000  # characters above which encoding leaves the event loop
 _CUT = "\x00\x00continue here\x00\x00"
@@ -83,7 +90,14 @@ async def encode(service: Service, text: str) -> list[int]:
 class ChatRun:
     """A turn that was submitted: iterate `updates`, then read `choices` and `generation.stats`."""
 
-    def __init__(self, service: Service, turn: Turn, prompt: list[int], observer: Observer) -> None:
+    def __init__(
+        self,
+        service: Service,
+        turn: Turn,
+        prompt: list[int],
+        observer: Observer,
+        grammar: Callable[[], Grammar] | None = None,
+    ) -> None:
         self.prompt = prompt
         self.choices: list[Choice] = []
         self.prompt_logprobs: Event | None = None
@@ -111,6 +125,7 @@ class ChatRun:
                     params=replace(params, seed=choice_seed(params.seed, index)),
                     text=self._text,
                     has_stops=bool(turn.fields.stop),
+                    grammar=grammar() if grammar else None,
                     cache_salt=turn.fields.cache_salt or "",
                 )
             )
@@ -147,7 +162,7 @@ class ChatRun:
         )
 
     def _content(self) -> ContentParser:
-        return PlainContent()
+        return ToolParser(self._turn.tools) if self._rules.parse_calls else PlainContent()
 
     async def updates(self) -> AsyncIterator[Update]:
         """One update per event, in order of arrival."""
@@ -182,4 +197,49 @@ class ChatRun:
 
 async def start(service: Service, turn: Turn, observer: Observer) -> ChatRun:
     """Render, encode, validate and submit. Every error of the request is raised here, before the first byte."""
-    return ChatRun(service, turn, await encode(service, render(service, turn)), observer)
+    prompt = await encode(service, render(service, turn))
+    build = grammar_of(service, turn)
+    if build is None:
+        return ChatRun(service, turn, prompt, observer)
+    await asyncio.to_thread(build)  # a large schema takes a second to compile; the compiler keeps the result
+    opened = thinking_left_open(service.tokenizer, prompt)
+
+    def grammar() -> Grammar:
+        fresh = build()
+        return after_thinking(fresh, service.tokenizer, service.engine.eos_ids) if opened else fresh
+
+    return ChatRun(service, turn, prompt, observer, grammar)
+
+
+def grammar_of(service: Service, turn: Turn) -> Callable[[], LLGrammar] | None:
+    """How to compile what binds the answer: a forced tool call, a response format, or either of the two."""
+    constraint = constraint_of(turn.fields)
+    forced = turn.tool_choice.kind in ("required", "named")
+    if turn.tool_choice.kind == "none" or (constraint is None and not forced):
+        return None if constraint is None else partial(constraint.build, service.grammars)
+    if constraint is not None and (forced or constraint.schema is None):
+        raise RequestError(
+            f"{constraint.field} does not combine with tools{' that must be called' if forced else ''}.",
+            "Send tool_choice none, or leave one of them out.",
+            param=constraint.field,
+        )
+    opening, closing = service.tokenizer.id_of(CALL_OPEN), service.tokenizer.id_of(CALL_CLOSE)
+    if opening is None or closing is None:
+        raise RequestError("This model's tokenizer has no tool-call tokens.", param="tool_choice")
+    source = partial(
+        tool_grammar,
+        turn.tools,
+        (opening, closing),
+        only=turn.tool_choice.name,
+        parallel=turn.parallel,
+        answer=constraint.schema if constraint else None,
+    )
+
+    def build() -> LLGrammar:
+        param = constraint.field if constraint else "tool_choice"
+        try:
+            return service.grammars.grammar(source(), param=param)
+        except RequestError:  # a parameter's schema that llguidance does not know in full: its value is free text
+            return service.grammars.grammar(source(typed=False), param=param)
+
+    return build

@@ -66,8 +66,9 @@ class ReasoningSplitter:
         if piece.marker == "think":  # the model repeats the tag that the prompt already opened
             self._after_tag = True
             return []
-        text = self._held + (piece.text.lstrip("\n") if self._after_tag else piece.text)
-        self._after_tag = self._after_tag and not text
+        fresh = piece.text.lstrip("\n") if self._after_tag else piece.text
+        self._after_tag = self._after_tag and not fresh
+        text = self._held + fresh
         body = text.rstrip("\n")
         self._held = text[len(body) :]
         return [Thought(body)] if body else []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
@@ -26,6 +27,7 @@ from soloist.server.sampling import choice_seed, resolve_max_tokens, sampling_pa
 from soloist.server.schema import body_of
 from soloist.server.service import Service
 from soloist.server.stream import DONE, EventStream, data_event, unless_gone, with_pings
+from soloist.server.structured import Constraint, constraint_of
 from soloist.server.text import TextStream
 from soloist.server.usage import usage
 
@@ -40,7 +42,10 @@ async def completions(request: Request) -> Response:
     service: Service = request.app.state.service
     body = CompletionRequest.model_validate(await read_json(request))
     headers = service.ignored.headers(sort_extras(body.model_extra))
-    reply = CompletionReply(service, body, service.check_model(body.model), prompts_of(service, body))
+    model, prompts, constraint = service.check_model(body.model), prompts_of(service, body), constraint_of(body)
+    if constraint is not None:
+        await asyncio.to_thread(constraint.build, service.grammars)  # compiled once; errors come before the first byte
+    reply = CompletionReply(service, body, model, prompts, constraint)
     if body.stream:
         return EventStream(with_pings(reply.stream(), service.options.keepalive_s), reply.close, headers)
     try:
@@ -134,10 +139,18 @@ class _Choice:
 class CompletionReply:
     """Submits on construction (so that errors precede the first byte) and builds the reply objects."""
 
-    def __init__(self, service: Service, body: CompletionRequest, model: str, prompts: list[list[int]]) -> None:
+    def __init__(
+        self,
+        service: Service,
+        body: CompletionRequest,
+        model: str,
+        prompts: list[list[int]],
+        constraint: Constraint | None = None,
+    ) -> None:
         self.service = service
         self.body = body
         self.prompts = prompts
+        self._constraint = constraint
         self.prompt_only = body.max_tokens == 0 and body.echo
         reply_id = f"cmpl-{body.request_id}" if body.request_id else new_id("cmpl-")
         self._base = {"id": reply_id, "object": "text_completion", "created": int(time.time()), "model": model}
@@ -165,6 +178,7 @@ class CompletionReply:
                 replace(params, seed=choice_seed(params.seed, j)),
                 self.text,
                 bool(body.stop),
+                grammar=self._constraint.build(service.grammars) if self._constraint else None,
                 cache_salt=body.cache_salt or "",
             )
             for j in range(body.choices)
