@@ -74,6 +74,9 @@ def test_a_key_goes_through_the_environment_and_is_not_printed():
         ({"sampler": "coupled"}, "not coupled"),
         ({"linear": "prepacked"}, "own kernels"),
         ({"tree": "1"}, "one chain"),
+        ({"ctx": "huge"}, "no KVarN"),
+        ({"kv_format_v": "int8"}, "one format"),
+        ({"session_dir": "/s"}, "no counterpart"),
         ({"block_rule": "gain"}, "no counterpart"),
         ({"reasoning_fields": "reasoning_content"}, "`reasoning` only"),
         ({"prefill_slice_ms": "100"}, "no counterpart"),
@@ -116,7 +119,7 @@ def test_speculation():
         ({"tree": True}, "one chain"),
         ({"spec": "mtp", "has_mtp": False}, "no MTP module"),
         ({"verify_rows": 8}, "no counterpart"),
-        ({"kv_dtype": "kvarn"}, "no KV format kvarn"),
+        ({"kv_format": "kvarn"}, "no KV format kvarn"),
     ]:
         with pytest.raises(SettingError, match=word):
             translate(asked(**{"device": "cuda", **values}))
@@ -126,7 +129,7 @@ def test_prefix_cache_on_a_cpu_gives_way_to_speculation():
     assert "--enable-prefix-caching" in translate(asked(prefix_cache=True)).options
     have = translate(asked("cpu", spec="mtp", prefix_cache=True))
     assert "--no-enable-prefix-caching" in have.options and "CPU" in have.remark
-    assert after(translate(asked(kv_dtype="int8")).options, "--kv-cache-dtype") == "int8_per_token_head"
+    assert after(translate(asked(kv_format="int8")).options, "--kv-cache-dtype") == "int8_per_token_head"
 
 
 def test_every_row_gives_a_verdict_for_the_default_of_its_knob():
@@ -174,9 +177,9 @@ MATRIX = [
     )
 ]
 ROWS = [
-    asked(spec="mtp", draft_tokens=3, prefix_cache=True, kv_dtype="fp8"),
-    asked(spec="dflash2", drafter="/d", dflash_tokens=7, prefix_cache=False, kv_dtype="int8", vision=True),
-    asked(spec="none", lookup=True, kv_dtype="bf16", vision=False),
+    asked(spec="mtp", draft_tokens=3, prefix_cache=True, kv_format="fp8"),
+    asked(spec="dflash2", drafter="/d", dflash_tokens=7, prefix_cache=False, kv_format="int8", vision=True),
+    asked(spec="none", lookup=True, kv_format="auto", ctx="long", vision=False),
     asked("cpu", spec="mtp", prefix_cache=True),
 ]
 

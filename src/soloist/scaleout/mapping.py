@@ -60,7 +60,8 @@ ALWAYS = (
 )  # fmt: skip
 """Options without a knob: the parsers of this model family, and usage with cached tokens."""
 
-KV_DTYPES = {"auto": "auto", "bf16": "auto", "bfloat16": "auto", "fp8": "fp8_e4m3", "int8": "int8_per_token_head"}
+KV_FORMATS = {"bf16": "bfloat16", "fp16": "float16", "fp8": "fp8_e4m3", "int8": "int8_per_token_head"}
+PROFILES = {"auto": "bf16", "fast": "bf16", "long": "fp8", "huge": "kvarn"}
 
 
 def option(flag: str) -> Row:
@@ -135,10 +136,18 @@ def _speculates(asked: Asked) -> bool:
     return (_auto_spec(asked) if spec == "auto" else spec) != "none"
 
 
-def _kv_dtype(value: str, _: Asked) -> Have | Cannot:
-    if value not in KV_DTYPES:
-        return Cannot(f"vLLM has no KV format {value}", f"Use one of {', '.join(KV_DTYPES)}.")
-    return Have(("--kv-cache-dtype", KV_DTYPES[value]))
+def _kv_format(value: str, asked: Asked) -> Have | Cannot:
+    if value == "auto":
+        value = PROFILES[asked.get("ctx") or "auto"]
+    if value not in KV_FORMATS:
+        return Cannot(f"vLLM has no KV format {value}", f"Use one of {', '.join(KV_FORMATS)}.")
+    return Have(("--kv-cache-dtype", KV_FORMATS[value]))
+
+
+def _ctx(value: str, _: Asked) -> Have | Cannot:
+    if value == "huge":
+        return Cannot("vLLM has no KVarN", "Use CTX=long.")
+    return Have()
 
 
 def _vision(value: bool, _: Asked) -> Have:
@@ -221,7 +230,9 @@ TABLE: Mapping[str, Row] = {
     "state_dtype": option("--mamba-ssm-cache-dtype"),
     "threads": _threads,
     "prefix_cache": _prefix_cache,
-    "kv_dtype": _kv_dtype,
+    "ctx": _ctx,
+    "kv_format": _kv_format,
+    "kv_format_v": only("vLLM stores keys and values in one format", "Leave KV_FORMAT_V out.", "same"),
     "vision": _vision,
     "spec": _spec,
     "draft_tokens": _used_by_spec,
@@ -251,7 +262,7 @@ def translate(asked: Asked) -> Have:
     options: list[str] = []
     environment: dict[str, str] = {}
     remarks: list[str] = []
-    for name, value in {"prefix_cache": True, **asked.values}.items():
+    for name, value in asked.values.items():
         row = TABLE.get(name)
         if row is None:
             if name in asked.given and name != "model":
