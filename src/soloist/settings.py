@@ -67,6 +67,7 @@ class Settings:
         group="Memory",
         low=128,
     )
+    reserve_mb: int = knob(256, "Memory of the card that is kept free, in MiB.", group="Memory", low=0)
     ctx: Literal["auto", "fast", "long", "huge"] = knob(
         "auto", "KV profile: fast 16 bits, long 8 bits, huge KVarN; auto: fast.", group="Memory"
     )

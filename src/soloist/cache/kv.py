@@ -17,6 +17,7 @@ import torch
 
 from soloist.cache.codecs import Codec, Planes, bytes_per_token, roundtrip
 from soloist.cache.pages import PAGE
+from soloist.models.step import Where
 
 
 class KVStore:
@@ -68,7 +69,9 @@ class KVStore:
     def _part(self, part: str, layer: int) -> Planes:
         return {name[2:]: plane[layer] for name, plane in self.planes.items() if name[0] == part}
 
-    def write(self, layer: int, index: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    def write(
+        self, layer: int, index: torch.Tensor, k: torch.Tensor, v: torch.Tensor, where: Where | None = None
+    ) -> None:
         """Store rows. index [n] int64 = page * 64 + lane, distinct; k, v [n, kv_heads, D] floating."""
         for part, codec, x in (("k", self.codec_k, k), ("v", self.codec_v, v)):
             planes = self._part(part, layer)
@@ -93,6 +96,13 @@ class KVStore:
     def roundtrip(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """k, v [n, kv_heads, D] as `read` will return them once written: what the rows of a step must read."""
         return roundtrip(self.codec_k, k, layer), roundtrip(self.codec_v, v, layer)
+
+    def export_slot(self, slot: int, cut: int) -> dict[str, torch.Tensor]:
+        """Host copies of what is kept per state slot beside the pages after `cut` settled tokens; here nothing."""
+        return {}
+
+    def load_slot(self, slot: int, cut: int, tensors: dict[str, torch.Tensor]) -> None:
+        """Take over what `export_slot` gave."""
 
     def copy_page(self, source: int, destination: int) -> None:
         """Copy one page in every layer, codes as they are."""

@@ -78,7 +78,7 @@ def dequantise(codes: torch.Tensor, a: torch.Tensor, zp: torch.Tensor, c: torch.
 
 
 def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """uint8 codes [..., C] -> bytes [..., C * bits / 8]: value c in byte c // (8 / bits) at bit (c mod 8 / bits) bits."""
+    """uint8 codes [..., C] -> bytes [..., C * bits / 8]: value c in byte c // n, bit (c % n) bits, n = 8 / bits."""
     per_byte = 8 // bits
     parts = codes.unflatten(-1, (-1, per_byte))
     packed = parts[..., 0].clone()

@@ -9,12 +9,13 @@ from pathlib import Path
 
 import torch
 
-from soloist.cache.codecs import DenseCodec
 from soloist.cache.kv import KVStore
-from soloist.cache.pages import PAGE, PageAllocator, pages_for
+from soloist.cache.pages import PAGE, PageAllocator
 from soloist.cache.recurrent import RecurrentState, StateShapes
+from soloist.cache.tiles import make_store
 from soloist.checkpoint.reader import Checkpoint, open_checkpoint
 from soloist.engine.caching import build_reuse
+from soloist.engine.capacity import SHORT, choices, size_pool
 from soloist.engine.drafters import build_speculation
 from soloist.engine.engine import Engine
 from soloist.engine.memory import Memory
@@ -25,12 +26,12 @@ from soloist.models.qwen3_5 import Qwen35
 from soloist.models.state import Caches
 from soloist.ops.numerics import digest, fingerprint
 from soloist.ops.products import candidates
+from soloist.planner import Choices
 from soloist.settings import Settings
 
 Progress = Callable[[str, int, int], None]
 log = logging.getLogger("soloist.engine")
 
-CPU_CONTEXT = 8192  # MAX_LEN=auto on a CPU: more than anyone waits for
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -51,9 +52,10 @@ def build_engine(settings: Settings, progress: Progress | None = None) -> Engine
     dtype = _dtype(settings, device)
     torch.set_num_threads(settings.threads or os.cpu_count() or 1)
     torch.set_grad_enabled(False)
-    max_len = _context(settings, checkpoint)
     model, degraded = _model(settings, checkpoint, device, dtype, progress)
-    memory = _memory(settings, checkpoint, device, dtype, pages_for(max_len) * min(settings.max_seqs, 4), max_len)
+    chosen = choices(settings, checkpoint, str(dtype).removeprefix("torch."), device)
+    pages, max_len = size_pool(settings, checkpoint, chosen, device)
+    memory = _memory(settings, checkpoint, device, dtype, chosen, pages, max_len)
     speculation = build_speculation(settings, checkpoint, model, memory)
     prints = digest(fingerprint(device, dtype, DTYPES[settings.state_dtype], model.product))
     return Engine(
@@ -75,8 +77,9 @@ def build_engine(settings: Settings, progress: Progress | None = None) -> Engine
 def _model(
     settings: Settings, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, progress: Progress | None
 ) -> tuple[Qwen35, tuple[str, ...]]:
-    """Load with the first product whose rows stand alone here; say which contracts are off if none or a forced one fails."""
+    """Load with the first product whose rows stand alone here; say which contracts are off if there is none."""
     state_dtype = DTYPES[settings.state_dtype]
+    plain = (SHORT[str(dtype).removeprefix("torch.")],) * 2
     follow = progress and (lambda done, total: progress("layers", done, total))
     names = candidates(device, dtype) if settings.linear == "auto" else [settings.linear]
     for name in names:
@@ -90,7 +93,7 @@ def _model(
                 log.warning("product %s: rows vary at %s", model.product, ", ".join(shapes))
 
             def fresh(slots: int, pages: int) -> Caches:
-                return _caches(checkpoint, device, dtype, state_dtype, slots, pages)
+                return Caches(*_caches(checkpoint, device, dtype, state_dtype, slots, pages, plain))
 
             return check_contracts(model, fresh)
 
@@ -117,30 +120,24 @@ def _dtype(settings: Settings, device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "cpu" else torch.bfloat16
 
 
-def _context(settings: Settings, checkpoint: Checkpoint) -> int:
-    limit = checkpoint.config.max_position
-    if settings.max_len == "auto":
-        return min(limit, CPU_CONTEXT)
-    if settings.max_len > limit:
-        raise SettingError(
-            f"MAX_LEN={settings.max_len} is more than the model's {limit} positions.", f"Set MAX_LEN={limit} or less."
-        )
-    return settings.max_len
-
-
 def _caches(
-    checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, state_dtype: torch.dtype, slots: int, pages: int
-) -> Caches:
+    checkpoint: Checkpoint,
+    device: torch.device,
+    dtype: torch.dtype,
+    state_dtype: torch.dtype,
+    slots: int,
+    pages: int,
+    formats: tuple[str, str],
+) -> tuple[KVStore, RecurrentState]:
     """Empty KV pages and state slots of the checkpoint's shapes."""
     c = checkpoint.config
-    codec = DenseCodec(dtype, str(dtype).removeprefix("torch."))
-    kv = KVStore(
+    kv = make_store(
+        *formats,
         layers=len(c.attention_layers),
         kv_heads=c.num_kv_heads,
         head_dim=c.head_dim,
         pages=pages,
-        codec_k=codec,
-        codec_v=codec,
+        slots=slots,
         dtype=dtype,
         device=device,
     )
@@ -152,13 +149,20 @@ def _caches(
         c.conv_channels,
         c.conv_kernel,
     )
-    return Caches(kv, RecurrentState(shapes, slots, state_dtype, dtype, device))
+    return kv, RecurrentState(shapes, slots, state_dtype, dtype, device)
 
 
 def _memory(
-    settings: Settings, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, pages: int, max_len: int
+    settings: Settings,
+    checkpoint: Checkpoint,
+    device: torch.device,
+    dtype: torch.dtype,
+    chosen: Choices,
+    pages: int,
+    max_len: int,
 ) -> Memory:
-    caches = _caches(checkpoint, device, dtype, DTYPES[settings.state_dtype], settings.max_seqs, pages)
-    return Memory(
-        caches.kv, caches.state, PageAllocator(pages), reserve=min(settings.reserve_tokens, max_len // 4 // PAGE * PAGE)
-    )
+    formats = (chosen.kv_format, chosen.kv_format_v)
+    state_dtype = DTYPES[settings.state_dtype]
+    kv, state = _caches(checkpoint, device, dtype, state_dtype, settings.max_seqs, pages, formats)
+    allocator = PageAllocator(pages, kv.tile // PAGE)
+    return Memory(kv, state, allocator, reserve=min(settings.reserve_tokens, max_len // 4 // PAGE * PAGE))

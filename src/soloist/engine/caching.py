@@ -45,6 +45,7 @@ def build_reuse(
         return Reuse(memory, speculation, storage, None)
     prefix = PrefixCache(
         memory.pages,
+        grid=memory.kv.tile,
         storage=storage,
         host_bytes=int(settings.host_cache_gb * GIB),
         cost=recompute_cost(config),

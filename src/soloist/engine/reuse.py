@@ -80,7 +80,7 @@ class Reuse:
         drafter = self.speculation.export(request, cut)
         request.pages = self.prefix.insert(request.trail, request.pages, cut)
         if not self.prefix.has_snapshot(request.trail, cut):
-            self.prefix.attach_snapshot(request.trail, cut, Snapshot(cut, self._state(request.slot) | drafter))
+            self.prefix.attach_snapshot(request.trail, cut, Snapshot(cut, self._slot(request.slot, cut) | drafter))
 
     def persist(self, request: Request) -> None:
         """Send what the cache knows of this request's prompt to the session directory."""
@@ -97,18 +97,21 @@ class Reuse:
         if self.persister is not None:
             self.persister.close()
 
-    def _state(self, slot: int) -> dict[str, torch.Tensor]:
-        return {f"{STATE}{i}": tensor for i, tensor in enumerate(self.memory.state.export(slot))}
+    def _slot(self, slot: int, cut: int) -> dict[str, torch.Tensor]:
+        """What the target keeps in a slot after `cut` tokens: recurrent state, and unpacked KV where there is any."""
+        state = {f"{STATE}{i}": tensor for i, tensor in enumerate(self.memory.state.export(slot))}
+        return state | self.memory.kv.export_slot(slot, cut)
 
     def _restore(self, request: Request, tensors: Mapping[str, torch.Tensor], cut: int) -> None:
         state = [tensors[f"{STATE}{i}"] for i in range(sum(name.startswith(STATE) for name in tensors))]
         self.memory.state.load(request.slot, state)
-        drafter = {name: t for name, t in tensors.items() if not name.startswith(STATE)}
-        self.speculation.load(request, cut, drafter)
+        others = {name: t for name, t in tensors.items() if not name.startswith(STATE)}
+        self.memory.kv.load_slot(request.slot, cut, others)
+        self.speculation.load(request, cut, others)
 
     def park(self, request: Request) -> int:
         """Move a decoding request to host memory; returns the pages that became free."""
-        slot = self._state(request.slot) | self.speculation.export(request, request.settled)
+        slot = self._slot(request.slot, request.settled) | self.speculation.export(request, request.settled)
         # The page of the next position too: the drafter may have a row there already.
         covered = min(request.settled + 1, len(request.pages) * 64)
         request.parked_as, freed = park(request.pages, covered, slot, self.storage, self.memory.pages)

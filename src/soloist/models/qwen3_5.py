@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from soloist.checkpoint.config import ModelConfig
+from soloist.models import tiled
 from soloist.models.layers import MLP, Attention, DecoderNorms, DeltaNet, Loader
 from soloist.models.state import Caches, Features, Record
 from soloist.models.step import GRID, PrefillStep, VerifyStep
@@ -101,8 +102,12 @@ class Qwen35:
             assert record is not None
             record.kv.append((k, v))
             k, v = caches.kv.roundtrip(layer, k, v)
+            if caches.kv.tile > GRID:
+                return mixer.finish(tiled.verify(caches.kv, layer, q, k, v, step, mixer.scale), gate, x)
             settled = [caches.kv.read_rows(layer, rows) for rows in step.page_rows]
             o = verify_attention(q, k, v, settled, step.attention, mixer.scale)
+        elif caches.kv.tile > GRID:
+            o = tiled.prefill(caches.kv, layer, q, k, v, step, mixer.scale)
         else:
             caches.kv.write(layer, step.page_rows[step.start :], k, v)
             keys, values = caches.kv.read_rows(layer, step.page_rows)

@@ -13,13 +13,17 @@ from typing import Protocol
 
 import torch
 
-from soloist.models.step import VerifyStep, token_rows
+from soloist.models.step import VerifyStep, Where, token_rows
 
 
 class KV(Protocol):
-    """Paged keys and values (cache/kv.py)."""
+    """Paged keys and values (cache/kv.py; cache/tiles.py where `tile` is more than a page)."""
 
-    def write(self, layer: int, index: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None: ...
+    tile: int
+
+    def write(
+        self, layer: int, index: torch.Tensor, k: torch.Tensor, v: torch.Tensor, where: Where | None = None
+    ) -> None: ...
 
     def read_rows(self, layer: int, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]: ...
 
@@ -77,8 +81,9 @@ def settle(step: VerifyStep, record: Record, caches: Caches, paths: Sequence[Acc
         return
     rows = torch.tensor([row for p in paths for row in p.rows])
     index = torch.cat([token_rows(p.pages, p.settled + len(p.rows))[p.settled :] for p in paths])
+    where = Where(step.slots[step.request[rows]], step.positions[rows])
     for layer, (k, v) in enumerate(record.kv):
-        caches.kv.write(layer, index, k.index_select(0, rows), v.index_select(0, rows))
+        caches.kv.write(layer, index, k.index_select(0, rows), v.index_select(0, rows), where)
     last = torch.tensor([p.rows[-1] for p in paths])
     slots = step.slots[torch.tensor([p.request for p in paths])]
     columns = step.taps.index_select(0, last)[:, 1:]

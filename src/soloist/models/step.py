@@ -73,6 +73,14 @@ class PrefillStep:
     page_rows: torch.Tensor
 
 
+@dataclass(frozen=True)
+class Where:
+    """Slot and absolute position of every row of a write, int64 [n] each; only formats with tiles look at it."""
+
+    slots: torch.Tensor
+    positions: torch.Tensor
+
+
 def token_rows(pages: Sequence[int], tokens: int) -> torch.Tensor:
     """Row numbers in the KV store of the first `tokens` tokens of a request: page * 64 + lane, int64."""
     used = torch.tensor(pages[: -(-tokens // GRID)], dtype=torch.int64)

@@ -1,0 +1,113 @@
+"""How much of everything an engine allocates: KV formats, pool pages, longest context.
+
+On a card the free memory at boot decides; on a CPU the pool holds four requests of full length. Everything
+is allocated once, here; nothing allocates later.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from soloist.cache.pages import PAGE, pages_for
+from soloist.checkpoint.config import DrafterConfig
+from soloist.checkpoint.reader import Checkpoint, open_checkpoint
+from soloist.engine.drafters import drafter_directory, drafter_kind
+from soloist.errors import CapacityError, SettingError
+from soloist.planner import GRAPHS, MIB, Choices, kv_token_bytes, slot_items, weight_items, workspace
+from soloist.settings import Settings
+
+CPU_CONTEXT = 8192  # MAX_LEN=auto on a CPU: more than anyone waits for
+CPU_RESIDENTS = 4
+PROFILES = {"fast": "", "long": "fp8", "huge": "kvarn"}
+SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+
+
+def kv_formats(settings: Settings, dtype: str, device: torch.device | None = None) -> tuple[str, str]:
+    """Formats of keys and values. `dtype` is the compute type; without a device the card is assumed to know fp8."""
+    key = settings.kv_format
+    if key == "auto":
+        key = PROFILES.get(settings.ctx, "") or SHORT[dtype]
+        if key == "fp8" and device is not None and device.type == "cuda" and not _knows_fp8(device):
+            key = "int8"
+    value = key if settings.kv_format_v == "same" else settings.kv_format_v
+    if key == "kvarn" and value != "kvarn":
+        raise SettingError(
+            "KV_FORMAT=kvarn packs keys and values together.", "Leave KV_FORMAT_V out, or choose another KV_FORMAT."
+        )
+    return key, value
+
+
+def _knows_fp8(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def choices(settings: Settings, checkpoint: Checkpoint, dtype: str, device: torch.device | None = None) -> Choices:
+    """The knobs that cost memory, as the planner takes them."""
+    key, value = kv_formats(settings, dtype, device)
+    return Choices(
+        spec=drafter_kind(settings, checkpoint),
+        kv_format=key,
+        kv_format_v=value,
+        state_dtype=settings.state_dtype,
+        dtype=dtype,
+        max_seqs=settings.max_seqs,
+        verify_rows=settings.verify_rows,
+        reserve=settings.reserve_mb * MIB,
+    )
+
+
+def drafter_of(settings: Settings, checkpoint: Checkpoint, chosen: Choices) -> tuple[DrafterConfig | None, int]:
+    """Config and bytes of the DFlash2 drafter, where one drafts."""
+    where = drafter_directory(settings, checkpoint) if chosen.spec == "dflash2" else None
+    if where is None:
+        return None, 0
+    source = open_checkpoint(where, "drafter")
+    return source.drafter_config, sum(source.nbytes().values())
+
+
+def size_pool(settings: Settings, checkpoint: Checkpoint, chosen: Choices, device: torch.device) -> tuple[int, int]:
+    """(pages, longest context) for an engine whose target is loaded already. CapacityError with the numbers."""
+    limit = checkpoint.config.max_position
+    if settings.max_len != "auto" and settings.max_len > limit:
+        raise SettingError(
+            f"MAX_LEN={settings.max_len} is more than the model's {limit} positions.", f"Set MAX_LEN={limit} or less."
+        )
+    group = 2 if chosen.kv_format == "kvarn" else 1
+    if settings.pool_tokens != "auto":
+        pages = pages_for(settings.pool_tokens, group)
+    elif device.type == "cuda":
+        pages = _pages_left(settings, checkpoint, chosen, device, group)
+    else:
+        wanted = min(limit, CPU_CONTEXT) if settings.max_len == "auto" else settings.max_len
+        pages = pages_for(wanted + 1, group) * min(settings.max_seqs, CPU_RESIDENTS)
+    holds = pages * PAGE - 1  # one position more than the context: the drafter's row of the next token
+    wanted = settings.max_len if settings.max_len != "auto" else limit if device.type == "cuda" else CPU_CONTEXT
+    if settings.max_len != "auto" and holds < settings.max_len:
+        raise CapacityError(
+            f"MAX_LEN={settings.max_len} needs {pages_for(settings.max_len + 1, group) * PAGE} tokens of KV, the pool "
+            f"has {pages * PAGE}.",
+            f"Set MAX_LEN={holds} or less, or see `soloist plan` for what buys room.",
+        )
+    return pages, min(wanted, limit, holds)
+
+
+def _pages_left(settings: Settings, checkpoint: Checkpoint, chosen: Choices, device: torch.device, group: int) -> int:
+    """Pages in what the card has free now, after everything still to come."""
+    free, total = torch.cuda.mem_get_info(device)
+    config = checkpoint.config
+    drafter, drafter_bytes = drafter_of(settings, checkpoint, chosen)
+    loaded = {"layers", "embedding", "head"}
+    coming = [i for i in weight_items(config, checkpoint.nbytes(), drafter_bytes, chosen) if i.name not in loaded]
+    coming += slot_items(config, drafter, chosen)
+    need = sum(item.nbytes for item in coming) + GRAPHS + workspace(config, chosen) + chosen.reserve
+    token = kv_token_bytes(config, chosen)
+    pages = max(0, free - need) // (token * PAGE * group) * group
+    if pages * PAGE < settings.reserve_tokens + PAGE:
+        used = total - free - torch.cuda.memory_reserved(device)
+        raise CapacityError(
+            f"{free / 2**30:.2f} GiB of the card are free after loading, {need / 2**30:.2f} GiB go to drafter, slots, "
+            f"workspace and reserve; {pages * PAGE} tokens are left. Other programs and the driver hold "
+            f"{used / 2**30:.2f} GiB.",
+            "Close other programs on the card, or see `soloist plan` for what buys room.",
+        )
+    return pages

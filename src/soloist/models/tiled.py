@@ -1,0 +1,71 @@
+"""Attention over a store with tiles (KVarN): each row reads the past as the tile it stands in may see it.
+
+Which keys are packed and which are not follows from a row's position alone, so a step whose rows stand on both
+sides of a tile's edge attends twice, once for each side, and every row keeps its own side's result.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+
+from soloist.models.step import GRID, PrefillStep, VerifyStep, Where
+from soloist.ops.attention import prefill_attention, verify_attention
+
+
+class TiledKV(Protocol):
+    """What is needed of `cache/tiles.py`."""
+
+    tile: int
+
+    def write(
+        self, layer: int, index: torch.Tensor, k: torch.Tensor, v: torch.Tensor, where: Where | None = None
+    ) -> None: ...
+
+    def read_settled(
+        self, layer: int, index: torch.Tensor, slot: int, tile: int
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+def verify(
+    kv: TiledKV, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, step: VerifyStep, scale: float
+) -> torch.Tensor:
+    """Rows of a verify step. q [T, H, D], k, v [T, kv, D] -> [T, H, D]."""
+    rows = step.attention
+    slots = step.slots.tolist()
+    tile_of = step.positions // kv.tile
+    first = [part.settled // kv.tile for part in rows]
+    beyond = int((tile_of - torch.tensor(first)[step.request]).max())
+    out = torch.empty_like(q)
+    for ahead in range(beyond + 1):
+        settled = [
+            kv.read_settled(layer, index, slot, tile + ahead)
+            for index, slot, tile in zip(step.page_rows, slots, first, strict=True)
+        ]
+        o = verify_attention(q, k, v, settled, rows, scale)
+        mine = tile_of == torch.tensor(first)[step.request] + ahead
+        out[mine] = o[mine]
+    return out
+
+
+def prefill(
+    kv: TiledKV, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, step: PrefillStep, scale: float
+) -> torch.Tensor:
+    """Rows of a prompt slice, tile by tile: written, then attended, so that the next tile finds them as it should."""
+    out = torch.empty_like(q)
+    at = 0
+    while at < q.shape[0]:
+        position = step.start + at
+        tile = position // kv.tile
+        end = min(q.shape[0], (tile + 1) * kv.tile - step.start)
+        valid = min(end, step.valid)
+        positions = step.positions[at:valid]
+        where = Where(torch.full_like(positions, step.slot), positions)
+        kv.write(layer, step.page_rows[position : step.start + valid], k[at:valid], v[at:valid], where)
+        keys, values = kv.read_settled(layer, step.page_rows[: step.start + valid], step.slot, tile)
+        padding = (0, 0, 0, 0, 0, end - valid)
+        out[at:end] = prefill_attention(q[at:end], F.pad(keys, padding), F.pad(values, padding), position, GRID, scale)
+        at = end
+    return out
