@@ -17,7 +17,7 @@ from soloist.server.protocol.chat import ChatRequest
 from soloist.server.protocol.completions import CompletionRequest
 from soloist.server.protocol.tokenize import DetokenizeRequest, TokenizeRequest
 from soloist.server.reply import json_response
-from soloist.server.routes import anthropic, models, openai_chat, openai_completions, ops, tokenize
+from soloist.server.routes import anthropic, models, openai_chat, openai_completions, ops, responses, tokenize
 from soloist.server.schema import install
 from soloist.server.service import Service
 from soloist.server.stream import ClientGone
@@ -30,7 +30,15 @@ _BODIES: list[type[BaseModel]] = [
     TokenizeRequest,
     DetokenizeRequest,
 ]
-_ROUTERS = [openai_chat.router, openai_completions.router, anthropic.router, models.router, tokenize.router, ops.router]
+_ROUTERS = [
+    openai_chat.router,
+    openai_completions.router,
+    anthropic.router,
+    responses.router,
+    models.router,
+    tokenize.router,
+    ops.router,
+]
 
 
 def build_app(service: Service) -> FastAPI:

@@ -106,6 +106,12 @@ class Generation:
                 raise EngineError("The engine ended this request before it was complete.")
             yield index, event
 
+    def cancel(self) -> None:
+        """Cancel every sequence that has not ended; their last events still come (finish reason `abort`)."""
+        for sequence in self._sequences:
+            if sequence.open:
+                self._engine.cancel(sequence.request)
+
     def close(self) -> None:
         """Cancel every sequence that has not ended. Idempotent."""
         for sequence in self._sequences:

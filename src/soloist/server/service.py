@@ -11,6 +11,7 @@ from soloist.server.fields import IgnoredFields
 from soloist.server.metrics import Meters
 from soloist.server.options import ServerOptions
 from soloist.server.parsers.parts import THINK_CLOSE, marker_ids
+from soloist.server.response_store import ResponseStore
 from soloist.server.template import ChatTemplate
 from soloist.server.tokenizer import Tokenizer
 
@@ -25,6 +26,7 @@ class Service:
     options: ServerOptions
     meters: Meters = field(init=False)
     ignored: IgnoredFields = field(default_factory=IgnoredFields)
+    responses: ResponseStore = field(default_factory=ResponseStore)
     markers: dict[int, str] = field(init=False)
     grammars: GrammarCompiler = field(init=False)
 

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, Literal
 
 from soloist.engine.request import Event
-from soloist.errors import RequestError
+from soloist.errors import EngineError, RequestError
 from soloist.sampling.grammar import Grammar
 from soloist.sampling.llg import LLGrammar
 from soloist.sampling.params import SamplingParams, ThinkingBudget
@@ -99,6 +99,7 @@ class ChatRun:
         grammar: Callable[[], Grammar] | None = None,
     ) -> None:
         self.prompt = prompt
+        self.cancelled = False
         self.choices: list[Choice] = []
         self.prompt_logprobs: Event | None = None
         self._service = service
@@ -166,10 +167,14 @@ class ChatRun:
 
     async def updates(self) -> AsyncIterator[Update]:
         """One update per event, in order of arrival."""
-        async for index, event in self.generation.events():
-            if event.prompt_logprobs is not None and self.prompt_logprobs is None:
-                self.prompt_logprobs = event
-            yield self.choices[index].take(event)
+        try:
+            async for index, event in self.generation.events():
+                if event.prompt_logprobs is not None and self.prompt_logprobs is None:
+                    self.prompt_logprobs = event
+                yield self.choices[index].take(event)
+        except EngineError:
+            if not self.cancelled:
+                raise
 
     def finish_reason(self, choice: Choice) -> str:
         """OpenAI's word: `tool_calls` exactly when there are calls, unless the length limit cut the last one."""
@@ -193,6 +198,11 @@ class ChatRun:
 
     def close(self) -> None:
         self.generation.close()
+
+    def cancel(self) -> None:
+        """Stop generating while somebody still reads: `updates` ends without an error."""
+        self.cancelled = True
+        self.generation.cancel()
 
 
 async def start(service: Service, turn: Turn, observer: Observer) -> ChatRun:

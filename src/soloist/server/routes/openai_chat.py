@@ -25,6 +25,7 @@ from soloist.server.schema import body_of
 from soloist.server.service import Service
 from soloist.server.stream import DONE, EventStream, data_event, unless_gone, with_pings
 from soloist.server.thinking import resolve_thinking
+from soloist.server.tool_choice import parse_tool_choice
 from soloist.server.turn import ChatRun, ToolChoice, Turn, start
 from soloist.server.usage import usage
 
@@ -95,29 +96,6 @@ def tools_of(body: ChatRequest) -> tuple[list[dict[str, Any]], ToolChoice]:
         if tool["type"] != "function":
             raise RequestError(f"Tools of type {tool['type']!r} are not supported.", param="tools")
     return tools, parse_tool_choice(choice, [tool["function"]["name"] for tool in tools])
-
-
-def parse_tool_choice(choice: str | dict[str, Any] | None, names: list[str]) -> ToolChoice:
-    """`auto` with tools and `none` without is the default; a named choice must name an offered tool."""
-    if choice is None:
-        return ToolChoice("auto" if names else "none")
-    if isinstance(choice, str):
-        if choice not in ("none", "auto", "required"):
-            raise RequestError(
-                "tool_choice must be none, auto, required or {type: function, function: {name}}.", param="tool_choice"
-            )
-        if choice == "none":
-            return ToolChoice("none")
-        if not names:
-            raise RequestError("tool_choice needs tools.", param="tool_choice")
-        return ToolChoice("auto" if choice == "auto" else "required")
-    function = choice.get("function", choice)
-    name = function.get("name") if isinstance(function, dict) else None
-    if not isinstance(name, str):
-        raise RequestError("tool_choice must name a function.", param="tool_choice")
-    if name not in names:
-        raise RequestError(f"tool_choice names {name!r}, which is not among the tools.", param="tool_choice")
-    return ToolChoice("named", name)
 
 
 class ChatReply:
