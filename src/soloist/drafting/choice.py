@@ -7,6 +7,8 @@ ranked by probability; in coupled mode by the score that the known noise leaves,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from soloist.drafting.drafter import Ask
@@ -28,17 +30,22 @@ def pick(ids: np.ndarray, scores: np.ndarray, ask: Ask, position: int) -> tuple[
     return int(np.flatnonzero(ids == token)[0]), given, law.prob(token)
 
 
-def rank(ids: np.ndarray, scores: np.ndarray, ask: Ask, first: int, width: int) -> tuple[np.ndarray, np.ndarray]:
+def rank(
+    ids: np.ndarray, scores: np.ndarray, ask: Ask, positions: Sequence[int], width: int
+) -> tuple[np.ndarray, np.ndarray]:
     """Order of the `width` best candidates and their probabilities, along the last dim.
 
-    ids int64 [S, n], one row of candidates per position `first`, `first` + 1, ..; scores fp32 [S, ..., n]. Returns
-    indices and fp32 probabilities [S, ..., width], descending.
+    ids int64 [P, ..., n] are candidates for positions[i]; scores fp32 [P, ..., n], or with further dims before the last
+    that share the ids. Returns indices and fp32 probabilities [..., width] in the shape of scores, descending.
     """
     if ask.mode != "greedy":
         scores = scores / ask.params.temperature
     if ask.mode == "coupled":
-        noise = [Noise.at(ask.seed, Stream.TARGET, first + i).gumbel(row) for i, row in enumerate(ids)]
-        scores = scores + np.stack(noise).reshape(len(ids), *[1] * (scores.ndim - 2), ids.shape[-1])
+        noise = np.stack(
+            [Noise.at(ask.seed, Stream.TARGET, p).gumbel(row) for p, row in zip(positions, ids, strict=True)]
+        )
+        shared = scores.ndim - noise.ndim
+        scores = scores + noise.reshape(*noise.shape[:-1], *[1] * shared, noise.shape[-1])
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     weights /= weights.sum(-1, keepdims=True)
     order = np.argsort(-weights, axis=-1, kind="stable")[..., :width]

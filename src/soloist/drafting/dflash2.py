@@ -167,8 +167,8 @@ class DFlash2Drafter:
 
     def _graph(self, ask: Ask, ids: np.ndarray, edges: np.ndarray) -> CandidateGraph:
         """All candidates after every candidate, `WIDTH` best each."""
-        order, probs = rank(ids, edges, ask, ask.position + 1, WIDTH)
         slots, width = ids.shape
+        order, probs = rank(ids, edges, ask, range(ask.position + 1, ask.position + 1 + slots), WIDTH)
         tokens = np.take_along_axis(np.broadcast_to(ids[:, None], edges.shape), order, -1)
         nexts = np.take_along_axis(np.broadcast_to(self._next[:, None], edges.shape), order, -1)
 

@@ -303,9 +303,9 @@ class MTPDrafter:
         """Enter the alternatives after each path into the graph; returns the `beam` of them most worth a row."""
         found: list[tuple[float, int, int, int]] = []
         first = len(r.graph.tokens)
-        for i, path in enumerate(r.frontier):
-            order, probs = rank(ids[i : i + 1], scores[i : i + 1], r.ask, position, WIDTH)
-            tokens, chances = ids[i][order[0]].tolist(), probs[0].tolist()
+        order, probs = rank(ids[None], scores[None], r.ask, [position], WIDTH)
+        best = np.take_along_axis(ids, order[0], -1)
+        for i, (path, tokens, chances) in enumerate(zip(r.frontier, best.tolist(), probs[0].tolist(), strict=True)):
             r.graph.tokens.append(tokens)
             r.graph.probs.append(chances)
             r.graph.nexts.append([-1] * len(tokens))
