@@ -112,9 +112,9 @@ def row_invariant(product: Callable[[torch.Tensor], torch.Tensor], k: int, devic
     return torch.equal(product(x[most - 1 :].contiguous())[0], whole[most - 1])
 
 
-def soloist_candidates(weights: list[QuantizedWeight], space: Workspace, dependent: bool, stages: int | None = None):
+def soloist_candidates(weights: list[QuantizedWeight], space: Workspace, dependent: bool):
     """This house's kernel over every rotated weight."""
-    return [W4Product(pack(w), space, dependent=dependent, stages=stages) for w in weights]
+    return [W4Product(pack(w), space, dependent=dependent) for w in weights]
 
 
 def torch_candidates(weights: list[QuantizedWeight]):
@@ -178,11 +178,12 @@ def candidate_table(space: Workspace) -> dict[str, tuple[Callable, tuple[int, ..
         "humming": (lambda w: humming_candidates(w, False), (), 16, False),
         "humming-invariant": (lambda w: humming_candidates(w, True), (), 16, False),
     }
-    for stages in (3, 4, 5, 6, 7):
-        table[f"soloist-stages-{stages}"] = (
-            lambda w, s=stages: soloist_candidates(w, space, False, s),
-            (),
-            64,
+    for k_groups in (2, 3):
+        other = Workspace(space.device, k_groups=k_groups)
+        table[f"soloist-groups-{k_groups}"] = (
+            lambda w, other=other: soloist_candidates(w, other, True),
+            (32,),
+            32,
             False,
         )
     return table

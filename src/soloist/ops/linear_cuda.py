@@ -1,6 +1,6 @@
-"""W4A16 products for 1-64 rows on a card: the repack at load time and the launch of `cuda/w4a16.cu`.
+"""W4A16 products for 1-32 rows on a card: the repack at load time and the launch of `cuda/w4a16.cu`.
 
-The weight is streamed once per 64 rows; a row's bits depend on (N, K, multiprocessors) and on nothing
+The weight is streamed once per 32 rows; a row's bits depend on (N, K, multiprocessors) and on nothing
 else. What can go wrong: a workspace shared by two streams (make one per stream), or a card whose
 shared memory is too small for a row tile (the tile shrinks, the bits stay).
 """
@@ -16,9 +16,9 @@ from soloist.ops.cuda import nvrtc
 from soloist.ops.linear import QuantizedWeight
 
 TILE_N, UNIT_K = 256, 64
-ROW_TILES = (8, 16, 32, 64)
-THREADS, K_GROUPS = 512, 2
-MAX_STAGES = 8
+ROW_TILES = (8, 16, 32)
+K_GROUPS = 2
+MAX_STAGES = 6
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,9 @@ def why_not_w4(weight: QuantizedWeight) -> str | None:
     k = weight.shape[1]
     if weight.bits != 4:
         return f"{weight.bits}-bit codes (the kernel reads 4-bit ones)"
-    if weight.group % UNIT_K or k % weight.group:
-        return f"group {weight.group} over K = {k} (the kernel needs groups of a multiple of {UNIT_K} that divide K)"
+    units = weight.group // UNIT_K
+    if weight.group % UNIT_K or k % weight.group or units & (units - 1):
+        return f"group {weight.group} over K = {k} (the kernel needs groups of 64, 128, 256, .. that divide K)"
     if weight.scales.dtype not in (torch.float16, torch.bfloat16):
         return f"{weight.scales.dtype} scales (the kernel reads 16-bit ones)"
     return None
@@ -99,30 +100,38 @@ def pack(weight: QuantizedWeight) -> PackedW4:
     return PackedW4(words, scales, zeros, (n, k), weight.group // UNIT_K)
 
 
-def stage_bytes(row_tile: int, zeros: bool) -> int:
-    """Shared memory of one ring stage: 64 of K for 256 columns, the rows, scales and zeros."""
-    return TILE_N * UNIT_K // 2 + row_tile * (2 * UNIT_K + 16) + 2 * TILE_N + (TILE_N if zeros else 0)
+@dataclass(frozen=True)
+class Ring:
+    """How a row tile's ring is laid out in shared memory: bits do not depend on it."""
+
+    units: int
+    stages: int
+    shared: int
 
 
-def ring(row_tile: int, zeros: bool, shared_limit: int) -> tuple[int, int]:
-    """(stages per K group, dynamic shared memory) that fit in `shared_limit` bytes; (0, 0) if two stages do not."""
-    exchange = row_tile * 260 * 4
-    stages = min(MAX_STAGES, (shared_limit - 1024 - exchange) // (K_GROUPS * stage_bytes(row_tile, zeros)))
-    if stages < 2:
-        return 0, 0
-    return stages, K_GROUPS * stages * stage_bytes(row_tile, zeros) + exchange
+def plan_ring(row_tile: int, zeros: bool, k_groups: int, shared_limit: int) -> Ring | None:
+    """Two units of 64 a stage where three stages fit, else one where two fit, else None: the row tile cannot run."""
+    exchange = row_tile * (TILE_N + 4) * 4
+    for units, least in ((2, 3), (1, 2)):
+        unit = TILE_N * UNIT_K // 2 + 2 * TILE_N + (TILE_N if zeros else 0)
+        stage = units * unit + row_tile * (units * 2 * UNIT_K + 16)
+        stages = min(MAX_STAGES, (shared_limit - 2048 - exchange) // (k_groups * stage))
+        if stages >= least:
+            return Ring(units, stages, k_groups * stages * stage + exchange)
+    return None
 
 
 class Workspace:
     """Partial tiles and arrival counters of the products that run on one stream."""
 
-    def __init__(self, device: torch.device, max_tiles: int = 4096) -> None:
+    def __init__(self, device: torch.device, max_tiles: int = 4096, k_groups: int = K_GROUPS) -> None:
         properties = torch.cuda.get_device_properties(device)
         self.device = device
         self.ctas = properties.multi_processor_count
         self.arch = properties.major * 10 + properties.minor
         self.shared_limit = properties.shared_memory_per_block_optin
-        self.row_tiles = tuple(m for m in ROW_TILES if ring(m, True, self.shared_limit)[0] >= 2)
+        self.k_groups = k_groups
+        self.row_tiles = tuple(m for m in ROW_TILES if plan_ring(m, True, k_groups, self.shared_limit) is not None)
         size = self.ctas * 2 * max(self.row_tiles) * TILE_N
         self.partials = torch.empty(size, dtype=torch.float32, device=device)
         self.arrivals = torch.zeros(max_tiles, dtype=torch.int32, device=device)
@@ -131,7 +140,7 @@ class Workspace:
 class W4Product:
     """y = x W^T for bf16 rows over a packed 4-bit weight.
 
-    Rows run in tiles of 8, 16, 32 or 64 (the smallest that holds them); more than the largest tile run as
+    Rows run in tiles of 8, 16 or 32 (the smallest that holds them); more than the largest tile run as
     several launches. `dependent` launches with programmatic stream serialization (sm_90+): the weights of
     the first stages are fetched while the kernel before is still running.
     """
@@ -142,29 +151,29 @@ class W4Product:
         workspace: Workspace,
         dependent: bool | None = None,
         cache_directory: Path | None = None,
-        stages: int | None = None,
     ) -> None:
         self.weight, self.workspace = weight, workspace
         self.dependent = workspace.arch >= 90 if dependent is None else dependent
-        self._cache, self._stages = cache_directory, stages
+        self._cache = cache_directory
         if weight.words.shape[0] > workspace.arrivals.numel():
             raise ValueError(f"{weight.words.shape[0]} tiles, but the workspace counts {workspace.arrivals.numel()}")
 
     def _kernel(self, row_tile: int) -> nvrtc.Kernel:
-        zeros = self.weight.zeros is not None
-        stages, _ = ring(row_tile, zeros, self.workspace.shared_limit)
-        stages = min(stages, self._stages or stages)
-        shared = K_GROUPS * stages * stage_bytes(row_tile, zeros) + row_tile * 260 * 4
+        space, zeros = self.workspace, self.weight.zeros is not None
+        ring = plan_ring(row_tile, zeros, space.k_groups, space.shared_limit)
+        assert ring is not None, row_tile
         macros = {
             "MT": row_tile,
-            "STAGES": stages,
+            "U": ring.units,
+            "STAGES": ring.stages,
+            "K_GROUPS": space.k_groups,
             "HAS_ZEROS": int(zeros),
             "SCALE_BF16": int(self.weight.scales.dtype == torch.bfloat16),
             "PDL": int(self.dependent),
         }
         return nvrtc.load(
-            "w4a16", "w4a16", self.workspace.arch, tuple(macros.items()), THREADS, shared, "ppppppp" + "iiiiiiii",
-            self.dependent, self._cache,
+            "w4a16", "w4a16", space.arch, tuple(macros.items()), 128 * space.k_groups, ring.shared,
+            "ppppppp" + "iiiiiiii", self.dependent, self._cache,
         )  # fmt: skip
 
     def warm(self) -> None:
@@ -199,7 +208,7 @@ class W4Product:
                     x.stride(0),
                     y.stride(0),
                     k // UNIT_K,
-                    w.group_units,
+                    w.group_units.bit_length() - 1,
                     *divmod(w.words.shape[0] * (k // UNIT_K), self.workspace.ctas),
                 ),
                 stream,
@@ -208,26 +217,25 @@ class W4Product:
 
 
 class W4Prefill:
-    """The prefill product over the same packed weight: any number of rows, one tile (128 x 128), one K order."""
+    """The prefill product over the same packed weight: any number of rows, one tile (128 x 256), one K order."""
 
     TILE = 128
-    STAGES = 4
 
     def __init__(self, weight: PackedW4, workspace: Workspace, cache_directory: Path | None = None) -> None:
         self.weight, self.workspace, self._cache = weight, workspace, cache_directory
 
     def _kernel(self) -> nvrtc.Kernel:
         zeros = self.weight.zeros is not None
-        stage = self.TILE * UNIT_K // 2 + self.TILE * (2 * UNIT_K + 16) + 2 * self.TILE + (self.TILE if zeros else 0)
-        shared = self.STAGES * stage
+        row_bytes = self.TILE * (2 * UNIT_K + 16)
+        stage = TILE_N * UNIT_K // 2 + row_bytes + 2 * TILE_N + (TILE_N if zeros else 0)
+        stages = min(4, (self.workspace.shared_limit - 1024) // stage)
         macros = {
-            "STAGES": self.STAGES,
+            "STAGES": stages,
             "HAS_ZEROS": int(zeros),
             "SCALE_BF16": int(self.weight.scales.dtype == torch.bfloat16),
-            "MIN_CTAS": 2 if 2 * (shared + 1024) <= self.workspace.shared_limit else 1,
         }
         return nvrtc.load(
-            "w4a16_prefill", "w4a16_prefill", self.workspace.arch, tuple(macros.items()), 256, shared,
+            "w4a16_prefill", "w4a16_prefill", self.workspace.arch, tuple(macros.items()), 256, stages * stage,
             "ppppp" + "iiiiiii", False, self._cache,
         )  # fmt: skip
 
@@ -244,7 +252,7 @@ class W4Prefill:
         y = torch.empty(rows, n, dtype=torch.bfloat16, device=x.device) if out is None else out
         w, m_tiles = self.weight, -(-rows // self.TILE)
         self._kernel().launch(
-            m_tiles * -(-n // self.TILE),
+            m_tiles * w.words.shape[0],
             (
                 w.words.data_ptr(),
                 w.scales.data_ptr(),

@@ -65,16 +65,18 @@ __device__ __forceinline__ void barrier_arrive(u32 bar) {
 }
 __device__ __forceinline__ void barrier_wait(u32 bar, u32 parity) {
 #if __CUDA_ARCH__ >= 900
-    asm volatile(
-        "{ .reg .pred p; WAIT_%=: mbarrier.try_wait.parity.shared.b64 p, [%0], %1; @p bra DONE_%=; bra WAIT_%=; DONE_%=: }" ::"r"(bar),
-        "r"(parity)
-        : "memory");
+#define TEST_WAIT "mbarrier.try_wait"
 #else
-    asm volatile(
-        "{ .reg .pred p; WAIT_%=: mbarrier.test_wait.parity.shared.b64 p, [%0], %1; @p bra DONE_%=; bra WAIT_%=; DONE_%=: }" ::"r"(bar),
-        "r"(parity)
-        : "memory");
+#define TEST_WAIT "mbarrier.test_wait"
 #endif
+    asm volatile("{ .reg .pred p; WAIT_%=: " TEST_WAIT
+                 ".parity.shared.b64 p, [%0], %1; @p bra DONE_%=; bra WAIT_%=; DONE_%=: }" ::"r"(bar),
+                 "r"(parity)
+                 : "memory");
+}
+// The barrier's count drops by one per lane when the lane's copies so far have landed.
+__device__ __forceinline__ void barrier_arrive_on_copies(u32 bar) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(bar) : "memory");
 }
 #if __CUDA_ARCH__ >= 900
 __device__ __forceinline__ void barrier_expect(u32 bar, u32 bytes) {
@@ -91,10 +93,5 @@ __device__ __forceinline__ void bulk_copy_stream(u32 dst, const void* src, u32 b
             dst),
         "l"(src), "r"(bytes), "r"(bar), "l"(policy)
         : "memory");
-}
-#else
-// The barrier's count drops by one per lane when the lane's copies so far have landed.
-__device__ __forceinline__ void barrier_arrive_on_copies(u32 bar) {
-    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(bar) : "memory");
 }
 #endif

@@ -3,51 +3,53 @@
 // The weight is the A operand of mma.m16n8k16 and the activations are the B operand, so a row of y is a
 // column of the tile: its bits depend neither on the other rows nor on how many there are. The K order is
 // fixed by (N, K, number of CTAs) alone: the U = (N / 256) x (K / 64) units are dealt to the CTAs in contiguous runs
-// of equal length (the first `extra` runs are one longer); a CTA's two K groups halve every segment of its run that
-// lies in one N tile, and tiles shared by several CTAs are summed in CTA order by the last to arrive.
+// of equal length (the first `extra` runs are one longer); a CTA's K groups share every segment of its run that lies
+// in one N tile, and tiles shared by several CTAs are summed in CTA order by the last to arrive.
 //
 // Codes enter the MMA as exact integers in bf16 and the scale is applied in fp32 after each 64-wide unit.
-// Weights, scales and rows arrive in a ring of stages guarded by barriers; on sm_90+ one warp in turn orders a stage's
-// bulk copies, before that every warp copies its eighth.
+// A stage of the ring holds U units of weight, scales and rows. On sm_90+ one warp in turn orders it (bulk copies for the
+// weight, 16-byte ones for the rows), before that every warp copies its part. It is refilled one step after it was
+// read, when all warps have long left it. A warp computes 64 columns: its MMA chains hide each other's latency.
 //
-// Compile-time: MT (8, 16, 32, 64 rows), STAGES (ring depth per K group), HAS_ZEROS, SCALE_BF16, PDL.
+// Compile-time: MT (8, 16, 32 rows), U (1 or 2 units a stage), K_GROUPS, STAGES (ring depth per K group), HAS_ZEROS,
+// SCALE_BF16, PDL.
 // Layouts (made by linear_cuda.pack): w [N/256][K/64][16 m-tiles][32 lanes][4 words]; lane 4 g + t holds rows g (words
 // 0, 1) and g + 8 (words 2, 3); word w of a row holds steps 2 w and 2 w + 1 of 16 columns; its nibbles i and i + 4 are
 // columns c and c + 1 with c = 16 (2 w + i / 2) + 2 t + 8 (i % 2). scales, zeros [N/256][K/group][8 warps][8 g][2][2].
 
 #define TILE_N 256
 #define UNIT_K 64
-#define K_GROUPS 2
-#define WARPS 8                         // per K group
+#define WARPS 4                         // per K group, 64 columns each
 #define THREADS (K_GROUPS * WARPS * 32)
-#define X_STRIDE 144                    // bytes per activation row in a stage: 128 + 16 keeps ldmatrix conflict free
-#define W_BYTES (TILE_N * UNIT_K / 2)
-#define X_BYTES (MT * X_STRIDE)
-#define S_BYTES (TILE_N * 2)
-#define Z_BYTES (HAS_ZEROS ? TILE_N : 0)
-#define STAGE_BYTES (W_BYTES + X_BYTES + S_BYTES + Z_BYTES)
+#define UNIT_BYTES (TILE_N * UNIT_K / 2)
+#define X_STRIDE (U * 2 * UNIT_K + 16)  // bytes per row in a stage; the 16 keep ldmatrix conflict free
+#define X_AT (U * UNIT_BYTES)
+#define S_AT (X_AT + MT * X_STRIDE)
+#define Z_AT (S_AT + U * TILE_N * 2)
+#define STAGE_BYTES (Z_AT + (HAS_ZEROS ? U * TILE_N : 0))
 #define OUT_STRIDE 260                  // floats per row of the exchange tile
 #define NT (MT / 8)
+#define NB (NT < 4 ? NT : 4)            // row octets whose MMA chains run side by side, for two m-tiles
 #define BULK (__CUDA_ARCH__ >= 900)
 
-// A CTA's run of units, segment by segment, as one K group sees it: its half of every segment.
+// The blocks of one K group: its share of every segment of the CTA's run, U units at a time.
 struct Walk {
-    int segment, end, per_tile, half;
+    int segment, end, per_tile, part;
     int tile, k, k_end;
     __device__ __forceinline__ void open() {
         while (segment < end) {
             tile = segment / per_tile;
             const int first = segment - tile * per_tile, last = min(end - tile * per_tile, per_tile);
-            const int middle = first + (last - first) / 2;
-            k = half ? middle : first;
-            k_end = half ? last : middle;
+            k = first + (last - first) * part / K_GROUPS;
+            k_end = first + (last - first) * (part + 1) / K_GROUPS;
             if (k < k_end) return;
             segment = tile * per_tile + last;
         }
     }
     __device__ __forceinline__ bool valid() const { return segment < end; }
     __device__ __forceinline__ void next() {
-        if (++k < k_end) return;
+        k += U;
+        if (k < k_end) return;
         segment = min(end, (tile + 1) * per_tile);
         open();
     }
@@ -64,67 +66,75 @@ struct Deal {                           // unit runs: CTA c begins at c * length
 
 struct Inputs {
     const u8 *w, *scales, *zeros, *x;
-    int rows, x_stride, per_tile, group_units, groups, warp, lane;
+    int rows, x_stride, per_tile, group_shift, groups, warp, lane;
     u64 policy;
 
-    // BULK: called by one warp. Otherwise by all eight of the K group.
+    // BULK: called by one warp. Otherwise by all warps of the K group.
     __device__ __forceinline__ void fetch_weight(const Walk& at, u32 stage, u32 full) const {
-        const u8* source = w + (u64)(at.tile * per_tile + at.k) * W_BYTES;
-        const u64 group = (u32)(at.tile * groups + at.k / group_units);
+        const u8* source = w + (u64)(u32)(at.tile * per_tile + at.k) * UNIT_BYTES;
+        const int units = min(U, at.k_end - at.k);
 #if BULK
         if (lane == 0) {
-            barrier_expect(full, W_BYTES + S_BYTES + Z_BYTES + rows * (2 * UNIT_K));
-            bulk_copy_stream(stage, source, W_BYTES, full, policy);
-            bulk_copy(stage + W_BYTES + X_BYTES, scales + group * S_BYTES, S_BYTES, full);
-#if HAS_ZEROS
-            bulk_copy(stage + W_BYTES + X_BYTES + S_BYTES, zeros + group * TILE_N, TILE_N, full);
-#endif
+            barrier_expect(full, units * (UNIT_BYTES + TILE_N * 2 + (HAS_ZEROS ? TILE_N : 0)));
+            bulk_copy_stream(stage, source, units * UNIT_BYTES, full, policy);
         }
-        __syncwarp();
 #else
-        const int at16 = warp * 512 + lane * 16;
-        copy16(stage + at16, source + at16, 16);
-        copy16(stage + W_BYTES / 2 + at16, source + W_BYTES / 2 + at16, 16);
-        if (warp == 6) copy16(stage + W_BYTES + X_BYTES + lane * 16, scales + group * S_BYTES + lane * 16, 16);
+        for (int u = 0; u < units; ++u)
+#pragma unroll
+            for (int i = warp * 512 + lane * 16; i < UNIT_BYTES; i += WARPS * 512)
+                copy16(stage + u * UNIT_BYTES + i, source + u * UNIT_BYTES + i, 16);
+#endif
+#pragma unroll
+        for (int u = 0; u < U; ++u)
+            if (u < units) {
+                const u64 group = (u32)(at.tile * groups + (at.k + u >> group_shift));
+#if BULK
+                if (lane == 0) {
+                    bulk_copy(stage + S_AT + u * (TILE_N * 2), scales + group * (TILE_N * 2), TILE_N * 2, full);
 #if HAS_ZEROS
-        if (warp == 7 && lane < 16)
-            copy16(stage + W_BYTES + X_BYTES + S_BYTES + lane * 16, zeros + group * TILE_N + lane * 16, 16);
+                    bulk_copy(stage + Z_AT + u * TILE_N, zeros + group * TILE_N, TILE_N, full);
+#endif
+                }
+#else
+                if (warp == 2) copy16(stage + S_AT + u * (TILE_N * 2) + lane * 16, scales + group * (TILE_N * 2) + lane * 16, 16);
+#if HAS_ZEROS
+                if (warp == 3 && lane < 16)
+                    copy16(stage + Z_AT + u * TILE_N + lane * 16, zeros + group * TILE_N + lane * 16, 16);
 #endif
 #endif
+            }
+        __syncwarp();
     }
     __device__ __forceinline__ void fetch_rows(const Walk& at, u32 stage, u32 full) const {
-        const u8* source = x + at.k * (2 * UNIT_K);
-#if BULK
+        const int member = BULK ? lane : warp * 32 + lane, by = (BULK ? 32 : WARPS * 32) / (8 * U);
+        const int piece = member % (8 * U), first = member / (8 * U);
+        const u8* source = x + at.k * (2 * UNIT_K) + first * x_stride * 2 + piece * 16;
+        const u32 target = stage + X_AT + first * X_STRIDE + piece * 16;
+        if (piece < (at.k_end - at.k) * 8)
 #pragma unroll
-        for (int row = lane; row < MT; row += 32)
-            if (row < rows) bulk_copy(stage + W_BYTES + row * X_STRIDE, source + (u64)row * x_stride * 2, 2 * UNIT_K, full);
-#else
-#pragma unroll
-        for (int i = warp * 32 + lane; i < MT * 8; i += WARPS * 32)
-            if (i < rows * 8)
-                copy16(stage + W_BYTES + i / 8 * X_STRIDE + i % 8 * 16, source + (u64)(i / 8) * x_stride * 2 + i % 8 * 16, 16);
+            for (int i = 0; i < MT; i += by)
+                if (first + i < rows) copy16(target + i * X_STRIDE, source + (u64)(i * x_stride) * 2, 16);
         barrier_arrive_on_copies(full);
-#endif
     }
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 w4a16(const u8* __restrict__ w, const u8* __restrict__ scales, const u8* __restrict__ zeros,
       const u8* __restrict__ x, u16* __restrict__ y, float* __restrict__ partials, u32* __restrict__ arrivals,
-      int rows, int n_out, int x_stride, int y_stride, int per_tile, int group_units, int length, int extra) {
+      int rows, int n_out, int x_stride, int y_stride, int per_tile, int group_shift, int length, int extra) {
     extern __shared__ __align__(128) u8 smem[];
     __shared__ __align__(8) u64 barriers[2 * K_GROUPS * STAGES];
     __shared__ u32 is_last;
     const int thread = threadIdx.x, lane = thread % 32, cta = blockIdx.x;
-    const int half = thread / (WARPS * 32), warp = thread / 32 % WARPS, g = lane / 4, t = lane % 4;
+    const int part = thread / (WARPS * 32), warp = thread / 32 % WARPS, g = lane / 4, t = lane % 4;
     const Deal deal = {length, extra};
     const int begin = deal.begin(cta), end = deal.begin(cta + 1);
-    const u32 ring = smem_address(smem) + half * STAGES * STAGE_BYTES;
-    const u32 full = smem_address(barriers) + half * STAGES * 16, empty = full + 8;   // + 16 per slot
+    const u32 ring = smem_address(smem) + part * STAGES * STAGE_BYTES;
+    const u32 full = smem_address(barriers) + part * STAGES * 16, empty = full + 8;   // + 16 per slot
     float* exchange = reinterpret_cast<float*>(smem + K_GROUPS * STAGES * STAGE_BYTES);
 
     if (thread < K_GROUPS * STAGES) {
-        barrier_init(smem_address(barriers) + thread * 16, BULK ? 1 : WARPS * 32);
+        barrier_init(smem_address(barriers) + thread * 16, BULK ? 33 : WARPS * 32);
         barrier_init(smem_address(barriers) + thread * 16 + 8, WARPS);
 #if BULK
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -132,125 +142,156 @@ w4a16(const u8* __restrict__ w, const u8* __restrict__ scales, const u8* __restr
     }
     __syncthreads();
 
-    Inputs in = {w, scales, zeros, x, rows, x_stride, per_tile, group_units,
-                 (per_tile + group_units - 1) / group_units, warp, lane, 0};
+    Inputs in = {w, scales, zeros, x, rows, x_stride, per_tile, group_shift,
+                 (per_tile - 1 >> group_shift) + 1, warp, lane, 0};
 #if BULK
     asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(in.policy));
 #endif
-    Walk ahead;
-    ahead.segment = begin; ahead.end = end; ahead.per_tile = per_tile; ahead.half = half;
+    Walk ahead;                         // the block that is fetched next
+    ahead.segment = begin; ahead.end = end; ahead.per_tile = per_tile; ahead.part = part;
     ahead.open();
     {
         // Weights do not depend on the kernel before this one: the first stages are on their way before it has ended.
         Walk behind = ahead;
 #pragma unroll 1
-        for (int s = 0; s < STAGES; ++s)
-            if (ahead.valid()) {
-                if (!BULK || warp == 0) in.fetch_weight(ahead, ring + s * STAGE_BYTES, full + s * 16);
-                ahead.next();
-            }
+        for (int s = 0; s < STAGES && ahead.valid(); ++s) {
+            if (!BULK || warp == 0) in.fetch_weight(ahead, ring + s * STAGE_BYTES, full + s * 16);
+            ahead.next();
+        }
 #if PDL
         asm volatile("griddepcontrol.wait;" ::: "memory");
         asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
         if (!BULK || warp == 0)
 #pragma unroll 1
-            for (int s = 0; s < STAGES; ++s)
-                if (behind.valid()) {
-                    in.fetch_rows(behind, ring + s * STAGE_BYTES, full + s * 16);
-                    behind.next();
-                }
+            for (int s = 0; s < STAGES && behind.valid(); ++s) {
+                in.fetch_rows(behind, ring + s * STAGE_BYTES, full + s * 16);
+                behind.next();
+            }
     }
 
-    int slot = 0, turn = 0;
+    int turn = 0;
     u32 parity = 0;
+    bool started = false;
+    int slot = 0;
     for (int segment = begin; segment < end;) {
         const int tile = segment / per_tile, first = segment - tile * per_tile;
         const int last = min(end - tile * per_tile, per_tile), count = last - first;
-        const int steps = half ? count - count / 2 : count / 2;
-        float total[2][NT][4];
+        float total[4][NT][4];
 #pragma unroll
-        for (int m = 0; m < 2; ++m)
+        for (int m = 0; m < 4; ++m)
 #pragma unroll
             for (int n = 0; n < NT; ++n)
 #pragma unroll
                 for (int i = 0; i < 4; ++i) total[m][n][i] = 0.f;
 
-        for (int step = 0; step < steps; ++step) {
+        const int k_end = first + count * (part + 1) / K_GROUPS;
+        for (int k = first + count * part / K_GROUPS; k < k_end; k += U) {
             const u32 stage = ring + slot * STAGE_BYTES;
             barrier_wait(full + slot * 16, parity);
-            u32 packed_scales[2];
-            asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(packed_scales[0]), "=r"(packed_scales[1])
-                         : "r"(stage + W_BYTES + X_BYTES + (warp * 8 + g) * 8));
-#if HAS_ZEROS
-            u32 packed_zeros;
-            asm volatile("ld.shared.u32 %0, [%1];" : "=r"(packed_zeros)
-                         : "r"(stage + W_BYTES + X_BYTES + S_BYTES + (warp * 8 + g) * 4));
-#endif
-            const u32 x_at = stage + W_BYTES + lane % 8 * X_STRIDE + lane / 8 * 16;
+            const u32 x_at = stage + X_AT + lane % 8 * X_STRIDE + lane / 8 * 16;
 #pragma unroll
-            for (int m = 0; m < 2; ++m) {
-                const uint4 q = load_shared(stage + ((warp * 2 + m) * 32 + lane) * 16);
+            for (int u = 0; u < U; ++u) {
+                if (u == 0 || k + u < k_end) {
+                    const u32 at = stage + u * UNIT_BYTES + (warp * 128 + lane) * 16;
+                    const uint4 q[4] = {load_shared(at), load_shared(at + 512), load_shared(at + 1024), load_shared(at + 1536)};
+#pragma unroll
+                    for (int h = 0; h < 2; ++h) {       // two m-tiles, 32 columns, at a time
+                        u32 s[2];
+                        asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(s[0]), "=r"(s[1])
+                                     : "r"(stage + S_AT + u * (TILE_N * 2) + ((warp * 2 + h) * 8 + g) * 8));
 #if HAS_ZEROS
-                const u32 minus0 = 0xc300c300u | ((packed_zeros >> (16 * m)) & 0xf) * 0x00010001u;
-                const u32 minus1 = 0xc300c300u | ((packed_zeros >> (16 * m + 8)) & 0xf) * 0x00010001u;
+                        u32 z;
+                        asm volatile("ld.shared.u32 %0, [%1];" : "=r"(z)
+                                     : "r"(stage + Z_AT + u * TILE_N + ((warp * 2 + h) * 8 + g) * 4));
+#endif
+                        u32 a[2][4][4];
+#pragma unroll
+                        for (int m = 0; m < 2; ++m) {
+#if HAS_ZEROS
+                            const u32 minus0 = 0xc300c300u | ((z >> (16 * m)) & 0xf) * 0x00010001u;
+                            const u32 minus1 = 0xc300c300u | ((z >> (16 * m + 8)) & 0xf) * 0x00010001u;
 #else
-                const u32 minus0 = 0xc308c308u, minus1 = 0xc308c308u;
+                            const u32 minus0 = 0xc308c308u, minus1 = 0xc308c308u;
 #endif
-                u32 a[4][4];
+                            const uint4 codes = q[2 * h + m];
 #pragma unroll
-                for (int j = 0; j < 4; ++j) {
-                    const u32 above = j < 2 ? q.x : q.y, below = j < 2 ? q.z : q.w;
-                    const int shift = (j % 2) * 8;
-                    a[j][0] = decode(above >> shift, minus0);
-                    a[j][1] = decode(below >> shift, minus1);
-                    a[j][2] = decode(above >> (shift + 4), minus0);
-                    a[j][3] = decode(below >> (shift + 4), minus1);
-                }
-                const float s0 = scale_value((u16)packed_scales[m]), s1 = scale_value((u16)(packed_scales[m] >> 16));
+                            for (int j = 0; j < 4; ++j) {
+                                const u32 above = j < 2 ? codes.x : codes.y, below = j < 2 ? codes.z : codes.w;
+                                const int shift = (j % 2) * 8;
+                                a[m][j][0] = decode(above >> shift, minus0);
+                                a[m][j][1] = decode(below >> shift, minus1);
+                                a[m][j][2] = decode(above >> (shift + 4), minus0);
+                                a[m][j][3] = decode(below >> (shift + 4), minus1);
+                            }
+                        }
+                        const float s00 = scale_value((u16)s[0]), s01 = scale_value((u16)(s[0] >> 16));
+                        const float s10 = scale_value((u16)s[1]), s11 = scale_value((u16)(s[1] >> 16));
 #pragma unroll
-                for (int n = 0; n < NT; ++n) {
-                    const uint4 b0 = load_fragments(x_at + n * 8 * X_STRIDE);
-                    const uint4 b1 = load_fragments(x_at + n * 8 * X_STRIDE + 64);
-                    float part[4] = {0.f, 0.f, 0.f, 0.f};
-                    mma(part, a[0], b0.x, b0.y);
-                    mma(part, a[1], b0.z, b0.w);
-                    mma(part, a[2], b1.x, b1.y);
-                    mma(part, a[3], b1.z, b1.w);
-                    total[m][n][0] = fmaf(part[0], s0, total[m][n][0]);
-                    total[m][n][1] = fmaf(part[1], s0, total[m][n][1]);
-                    total[m][n][2] = fmaf(part[2], s1, total[m][n][2]);
-                    total[m][n][3] = fmaf(part[3], s1, total[m][n][3]);
+                        for (int block = 0; block < NT; block += NB) {
+                            float part[2][NB][4];
+#pragma unroll
+                            for (int n = 0; n < NB; ++n)
+#pragma unroll
+                                for (int i = 0; i < 4; ++i) part[0][n][i] = part[1][n][i] = 0.f;
+#pragma unroll
+                            for (int pair = 0; pair < 2; ++pair) {
+                                uint4 b[NB];
+#pragma unroll
+                                for (int n = 0; n < NB; ++n)
+                                    b[n] = load_fragments(x_at + (block + n) * 8 * X_STRIDE + u * 128 + pair * 64);
+#pragma unroll
+                                for (int n = 0; n < NB; ++n)
+#pragma unroll
+                                    for (int m = 0; m < 2; ++m) mma(part[m][n], a[m][2 * pair], b[n].x, b[n].y);
+#pragma unroll
+                                for (int n = 0; n < NB; ++n)
+#pragma unroll
+                                    for (int m = 0; m < 2; ++m) mma(part[m][n], a[m][2 * pair + 1], b[n].z, b[n].w);
+                            }
+#pragma unroll
+                            for (int n = 0; n < NB; ++n)
+#pragma unroll
+                                for (int i = 0; i < 4; ++i) {
+                                    float* sum = total[2 * h][block + n] + i;
+                                    *sum = fmaf(part[0][n][i], i < 2 ? s00 : s01, *sum);
+                                    sum = total[2 * h + 1][block + n] + i;
+                                    *sum = fmaf(part[1][n][i], i < 2 ? s10 : s11, *sum);
+                                }
+                        }
+                    }
                 }
             }
             __syncwarp();
             if (lane == 0) barrier_arrive(empty + slot * 16);
-            if (ahead.valid()) {
+            if (started && ahead.valid()) {
                 if (!BULK || warp == turn) {
-                    barrier_wait(empty + slot * 16, parity);
-                    in.fetch_weight(ahead, stage, full + slot * 16);
-                    in.fetch_rows(ahead, stage, full + slot * 16);
+                    const int old = slot == 0 ? STAGES - 1 : slot - 1;
+                    barrier_wait(empty + old * 16, parity ^ (slot == 0));
+                    in.fetch_weight(ahead, ring + old * STAGE_BYTES, full + old * 16);
+                    in.fetch_rows(ahead, ring + old * STAGE_BYTES, full + old * 16);
                 }
                 ahead.next();
             }
+            started = true;
             turn = (turn + 1) % WARPS;
             if (++slot == STAGES) { slot = 0; parity ^= 1; }
         }
 
-        // K group 1 lays its sums down, K group 0 adds its own.
+        // The last K group lays its sums down, the others add theirs, downwards.
         __syncthreads();
-        const int column = warp * 32 + g;
+        const int column = warp * 64 + g;
 #pragma unroll
-        for (int pass = 1; pass >= 0; --pass) {
-            if (half == pass) {
+        for (int pass = K_GROUPS - 1; pass >= 0; --pass) {
+            if (part == pass) {
 #pragma unroll
-                for (int m = 0; m < 2; ++m)
+                for (int m = 0; m < 4; ++m)
 #pragma unroll
                     for (int n = 0; n < NT; ++n)
 #pragma unroll
                         for (int i = 0; i < 4; ++i) {
                             float* cell = exchange + (n * 8 + 2 * t + i % 2) * OUT_STRIDE + column + m * 16 + (i / 2) * 8;
-                            *cell = pass ? total[m][n][i] : total[m][n][i] + *cell;
+                            *cell = pass == K_GROUPS - 1 ? total[m][n][i] : total[m][n][i] + *cell;
                         }
             }
             __syncthreads();
