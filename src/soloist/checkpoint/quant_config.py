@@ -81,8 +81,8 @@ def build(modules: Mapping[str, tuple[str, Scheme | None, int]]) -> dict[str, An
         groups.append(_group(["Linear"], default, channel))
     groups += [_group(targets, scheme, channel) for (scheme, channel), targets in named.items()]
     ignore: list[str] = []
-    for name, (_, scheme, _k) in modules.items():
-        if scheme is None:
+    for name, (_, form, _k) in modules.items():
+        if form is None:
             pattern = _fold(name)
             clash = pattern.startswith("re:") and any(re.match(pattern[3:], other) for other in quantised)
             ignore.append(name if clash else pattern)

@@ -115,11 +115,14 @@ class Checkpoint:
             return self.weight(module).dequantize()
         raise CheckpointError(f"{self.directory} has no tensor {name}.", "Download the checkpoint again.")
 
-    def weight(self, module: str) -> Weight:
-        """The weight of a linear module; `lm_head` of a tied checkpoint is its embedding."""
+    def weight(self, module: str, copy: bool = True) -> Weight:
+        """The weight of a linear module; `lm_head` of a tied checkpoint is its embedding.
+
+        `copy=False` leaves it on the mapped file's pages where the format allows, for reading a few rows or once.
+        """
         if module == "lm_head" and module not in self.modules and self.config.tied:
             module = "embed_tokens"
-        return formats.load(self._stored(module))
+        return formats.load(self._stored(module), copy)
 
     def _stored(self, module: str) -> StoredModule:
         if module not in self.modules:

@@ -55,9 +55,9 @@ class OutFile:
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
-    """The raw bytes of a contiguous CPU tensor of any dtype."""
+    """The raw bytes of a tensor of any dtype."""
     flat = tensor.detach().cpu().contiguous().view(-1)
-    return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")
+    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
 
 
 def header_bytes(tensors: Sequence[OutTensor]) -> bytes:
@@ -114,7 +114,7 @@ class DirectoryWriter:
                 self._places[tensor.name] = (self.partial / file.name, offset, tensor)
                 offset += tensor.nbytes
         self._key = hashlib.sha256(json.dumps([plan_key, sorted(self._places)]).encode()).hexdigest()
-        self.done: set[str] = set()
+        self.done: dict[str, dict[str, Any]] = {}
 
     def open(self) -> None:
         """Create or resume the partial directory. Raises CapacityError if the disk cannot hold the result."""
@@ -122,7 +122,7 @@ class DirectoryWriter:
         if journal.exists():
             lines = [line for line in journal.read_text(encoding="utf-8").splitlines() if line]
             if lines and json.loads(lines[0]) == {"plan": self._key}:
-                self.done = {entry["done"] for entry in map(_entry, lines[1:]) if entry}
+                self.done = {entry["done"]: entry.get("note", {}) for entry in map(_entry, lines[1:]) if entry}
                 return
         if self.partial.exists():
             shutil.rmtree(self.partial)
@@ -155,6 +155,14 @@ class DirectoryWriter:
             handle.seek(offset + row * row_bytes)
             handle.write(tensor_bytes(values))
 
+    def get(self, name: str) -> torch.Tensor:
+        """Read back a tensor that was put."""
+        path, offset, tensor = self._places[name]
+        with path.open("rb") as handle:
+            handle.seek(offset)
+            raw = bytearray(handle.read(tensor.nbytes))
+        return torch.frombuffer(raw, dtype=tensor.dtype).view(tensor.shape)
+
     def copy(self, name: str) -> None:
         """Copy a tensor's bytes from its source file through a small buffer."""
         path, offset, tensor = self._places[name]
@@ -171,10 +179,10 @@ class DirectoryWriter:
                 target.write(chunk)
                 left -= len(chunk)
 
-    def finished(self, key: str) -> None:
-        """Note that everything under `key` is written."""
-        self.done.add(key)
-        self._note({"done": key})
+    def finished(self, key: str, note: dict[str, Any] | None = None) -> None:
+        """Remember that everything under `key` is written, with a note for whoever resumes."""
+        self.done[key] = note or {}
+        self._note({"done": key, "note": self.done[key]})
 
     def commit(self, sidecars: Mapping[str, str], copies: Sequence[Path]) -> None:
         """Add text files and copied files, flush, drop the journal and rename the directory into place."""
@@ -194,14 +202,14 @@ class DirectoryWriter:
         (self.partial / JOURNAL).unlink()
         self.partial.rename(self.out)
 
-    def _note(self, entry: dict[str, str]) -> None:
+    def _note(self, entry: dict[str, Any]) -> None:
         with (self.partial / JOURNAL).open("a", encoding="utf-8") as handle:
             handle.write(json.dumps(entry) + "\n")
             handle.flush()
             os.fsync(handle.fileno())
 
 
-def _entry(line: str) -> dict[str, str] | None:
+def _entry(line: str) -> dict[str, Any] | None:
     """A journal line, or None for the torn last line of a killed run."""
     try:
         entry = json.loads(line)

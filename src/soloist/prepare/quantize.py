@@ -8,158 +8,87 @@ step; an interrupted run goes on where it stopped.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from soloist.checkpoint import formats, quant_config
+from soloist.checkpoint import formats
 from soloist.checkpoint.formats import pack_quantized
-from soloist.checkpoint.formats.stored import StoredModule
-from soloist.checkpoint.layout import part_of
 from soloist.checkpoint.reader import Checkpoint
-from soloist.checkpoint.shards import INDEX_NAME, TensorInfo, read_directory
-from soloist.checkpoint.writer import DirectoryWriter, OutFile, OutTensor
-from soloist.ops.linear import DenseWeight, QuantizedWeight
-from soloist.prepare.recipe import Part, PartRecipe, schemes
-from soloist.prepare.rtn import check_finite, check_group, round_to_nearest
+from soloist.checkpoint.shards import INDEX_NAME, read_directory
+from soloist.checkpoint.writer import DirectoryWriter
+from soloist.errors import CheckpointError, SettingError
+from soloist.ops.linear import DenseWeight, QuantizedWeight, Weight
+from soloist.prepare.gptq import DAMPING, Factor, Hessian, factorise, quantize_gptq
+from soloist.prepare.hessians import HessianSource, Streamed
+from soloist.prepare.plan import Job, out_tensors, output_config, plan_files, plan_jobs
+from soloist.prepare.recipe import Part, PartRecipe
+from soloist.prepare.rtn import check_finite, round_to_nearest
 from soloist.progress import Progress, silent
 
 ROWS_AT_ONCE = 16384
-
-Quantiser = Callable[[str, torch.Tensor, PartRecipe, torch.dtype], QuantizedWeight]
-
-
-@dataclass(frozen=True)
-class Job:
-    """One module of the result: `stem` is its stored name, `stored` its source; recipe None converts the format."""
-
-    module: str
-    stem: str
-    stored: StoredModule
-    recipe: PartRecipe | None
-    scale_dtype: torch.dtype
+REPORT = "quantize_report.json"
 
 
 @dataclass(frozen=True)
 class ModuleReport:
-    """What became of one module. `error` is |W - Q| / |W| in the Frobenius norm."""
+    """What became of one module. `error` is |W - Q| / |W| in the Frobenius norm; `rows` the calibration rows."""
 
     module: str
     form: str
     bytes_before: int
     bytes_after: int
     error: float
+    rows: int = 0
 
 
-def rtn(name: str, rows: torch.Tensor, recipe: PartRecipe, scale_dtype: torch.dtype) -> QuantizedWeight:
-    """The Quantiser that rounds."""
-    return round_to_nearest(rows, recipe.bits, recipe.group, scale_dtype)
+@dataclass(frozen=True)
+class Gptq:
+    """How GPTQ runs: where Hessians come from, the damping, and whether scales are searched."""
+
+    sources: Sequence[HessianSource]
+    damping: float = DAMPING
+    clip_search: bool = False
+
+    def hessian(self, module: str) -> Hessian:
+        for source in self.sources:
+            found = source.hessian(module)
+            if found is not None:
+                return found
+        raise CheckpointError(
+            f"There is no calibration for {module}.",
+            "Give --capture with a directory of `soloist capture`, or --text for decoder layers and head.",
+        )
 
 
-def _stem(stored: StoredModule) -> str:
-    return next(iter(stored.tensors.values())).name.rpartition(".")[0]
+class Quantiser:
+    """Quantises blocks of rows of one module after another; keeps the factor modules with one input share."""
 
+    def __init__(self, gptq: Gptq | None) -> None:
+        self.gptq = gptq
+        self._factor: Factor | None = None
+        self._of: Hessian | None = None
 
-def plan_jobs(checkpoint: Checkpoint, parts: Mapping[Part, PartRecipe]) -> list[Job]:
-    """Every module whose tensors change, in file order. Scales are fp16; bf16 for an embedding that is no head too."""
-    tied = checkpoint.kind == "target" and checkpoint.config.tied
-    chosen = schemes(checkpoint, parts)
-    jobs = []
-    for module, stored in checkpoint.modules.items():
-        recipe = chosen.get(module)
-        if recipe is not None:
-            check_group(module, stored.shape[1], recipe.group)
-        if recipe is not None or (not stored.dense and stored.form != "pack-quantized"):
-            gathered = part_of(module) == "embed" and not tied
-            dtype = torch.bfloat16 if gathered else torch.float16
-            jobs.append(Job(module, _stem(stored), stored, recipe, dtype))
-    if "lm_head" in chosen and "lm_head" not in checkpoint.modules:
-        stored = checkpoint.modules["embed_tokens"]
-        check_group("lm_head", stored.shape[1], chosen["lm_head"].group)
-        jobs.append(Job("lm_head", "lm_head", stored, chosen["lm_head"], torch.float16))
-    return jobs
+    def prepare(self, job: Job) -> int:
+        """Get ready for a module; returns its calibration rows (0 for rounding)."""
+        if job.recipe is None or job.recipe.method == "rtn":
+            return 0
+        if self.gptq is None:
+            raise SettingError("GPTQ needs calibration.", "Give --capture or --text, or use rtn.")
+        hessian = self.gptq.hessian(job.module)
+        if hessian is not self._of:
+            self._factor = factorise(hessian, job.module, self.gptq.damping)
+            self._of = hessian
+        return hessian.rows
 
-
-def _out_tensors(job: Job) -> list[OutTensor]:
-    n, k = job.stored.shape
-    bits, group = (job.recipe.bits, job.recipe.group) if job.recipe else (job.stored.bits, job.stored.group)
-    scale = job.scale_dtype if job.recipe else job.stored.scale_dtype
-    out = [
-        OutTensor(f"{job.stem}.weight_packed", torch.int32, (n, -(-k * bits // 32))),
-        OutTensor(f"{job.stem}.weight_scale", scale, (n, k // group)),
-        OutTensor(f"{job.stem}.weight_shape", torch.int64, (2,)),
-    ]
-    if job.recipe is None and not job.stored.symmetric:
-        out.append(OutTensor(f"{job.stem}.weight_zero_point", torch.int32, (-(-n * bits // 32), k // group)))
-    if "bias" in job.stored.tensors:
-        info = job.stored.tensors["bias"]
-        out.append(OutTensor(info.name, info.dtype, info.shape, info))
-    return out
-
-
-def plan_files(stored: Mapping[str, TensorInfo], jobs: Sequence[Job], single_file: bool) -> list[OutFile]:
-    """Lay the result out over files: the source's files with changed modules in place, or one file."""
-    owner: dict[str, Job] = {}
-    extra = [job for job in jobs if job.module == "lm_head" and job.stored.name != "lm_head"]
-    for job in jobs:
-        if job not in extra:
-            owner.update({info.name: job for info in job.stored.tensors.values()})
-    files: dict[Path, list[OutTensor]] = {}
-    changed: set[Path] = set()
-    placed: set[str] = set()
-    for name, info in stored.items():
-        tensors = files.setdefault(info.shard.path, [])
-        if name not in owner:
-            tensors.append(OutTensor(name, info.dtype, info.shape, info))
-            continue
-        changed.add(info.shard.path)
-        if owner[name].module not in placed:
-            placed.add(owner[name].module)
-            tensors += _out_tensors(owner[name])
-    shards = {info.shard.path: info.shard for info in stored.values()}
-    changed |= {path for path, tensors in files.items() if len(tensors) != len(shards[path].header)}
-    for job in extra:
-        path = job.stored.tensors["weight"].shard.path
-        files[path] += _out_tensors(job)
-        changed.add(path)
-    if single_file:
-        return [OutFile("model.safetensors", tuple(tensor for tensors in files.values() for tensor in tensors))]
-    return [OutFile(path.name, tuple(tensors), None if path in changed else path) for path, tensors in files.items()]
-
-
-def output_config(checkpoint: Checkpoint, jobs: Sequence[Job], stored: Mapping[str, TensorInfo]) -> dict[str, Any]:
-    """config.json of the result: the source's, with the new quantization_config, untied if the head was split off."""
-    config: dict[str, Any] = json.loads((checkpoint.directory / "config.json").read_text(encoding="utf-8"))
-    planned = {job.module: job for job in jobs}
-    modules: dict[str, tuple[str, quant_config.Scheme | None, int]] = {}
-    for module, source in checkpoint.modules.items():
-        job = planned.get(module)
-        recipe = job.recipe if job else None
-        scheme = (recipe.bits, recipe.group, True) if recipe else (source.bits, source.group, source.symmetric)
-        dense = source.dense and recipe is None
-        part = "drafter" if checkpoint.kind == "drafter" else part_of(module)
-        if dense and part == "embed":
-            continue  # an Embedding is no Linear; it needs no entry
-        modules[_stem(source)] = (part, None if dense else scheme, source.shape[1])
-    if "lm_head" in planned and "lm_head" not in checkpoint.modules:
-        recipe = planned["lm_head"].recipe
-        assert recipe is not None
-        modules["lm_head"] = ("lm_head", (recipe.bits, recipe.group, True), planned["lm_head"].stored.shape[1])
-        config["tie_word_embeddings"] = False
-        if isinstance(config.get("text_config"), dict):
-            config["text_config"]["tie_word_embeddings"] = False
-    elif checkpoint.kind == "target" and "lm_head" not in checkpoint.modules:
-        modules["lm_head"] = ("lm_head", None, 0)  # tied: the class group must not reach it
-    quantization = quant_config.build(modules)
-    config.pop("quantization_config", None)
-    if quantization is not None:
-        if any(".visual." in f".{name}" for name in stored):
-            quantization["ignore"].append("re:.*visual.*")
-        config["quantization_config"] = quantization
-    return config
+    def block(self, rows: torch.Tensor, recipe: PartRecipe, scale_dtype: torch.dtype) -> QuantizedWeight:
+        if recipe.method == "rtn":
+            return round_to_nearest(rows, recipe.bits, recipe.group, scale_dtype)
+        assert self.gptq is not None and self._factor is not None
+        return quantize_gptq(rows, self._factor, recipe.bits, recipe.group, scale_dtype, self.gptq.clip_search)
 
 
 def _row_blocks(weight: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
@@ -167,23 +96,29 @@ def _row_blocks(weight: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
         yield start, weight[start : start + ROWS_AT_ONCE]
 
 
-def _run(job: Job, writer: DirectoryWriter, quantiser: Quantiser) -> ModuleReport:
+def _convert(job: Job, writer: DirectoryWriter, before: int) -> ModuleReport:
     weight = formats.load(job.stored, copy=False)
+    assert isinstance(weight, QuantizedWeight)
+    tensors = pack_quantized.stored_tensors(weight)
+    for suffix, tensor in tensors.items():
+        writer.put(f"{job.stem}.{suffix}", tensor)
+    after = sum(tensor.nbytes for tensor in tensors.values())
+    return ModuleReport(job.module, f"int{weight.bits}, converted from {job.stored.form}", before, after, 0.0)
+
+
+def _run(job: Job, writer: DirectoryWriter, quantiser: Quantiser) -> ModuleReport:
     before = sum(info.nbytes for info in job.stored.tensors.values())
     if job.recipe is None:
-        assert isinstance(weight, QuantizedWeight)
-        tensors = pack_quantized.stored_tensors(weight)
-        for suffix, tensor in tensors.items():
-            writer.put(f"{job.stem}.{suffix}", tensor)
-        after = sum(tensor.nbytes for tensor in tensors.values())
-        return ModuleReport(job.module, f"int{weight.bits} converted", before, after, 0.0)
+        return _convert(job, writer, before)
+    weight = formats.load(job.stored, copy=False)
     assert isinstance(weight, DenseWeight)
+    calibrated = quantiser.prepare(job)
     lost = total = 0.0
     after = 0
     for start, rows in _row_blocks(weight.weight):
         block = rows.float()
         check_finite(job.module, block)
-        quantised = quantiser(job.module, block, job.recipe, job.scale_dtype)
+        quantised = quantiser.block(block, job.recipe, job.scale_dtype)
         writer.put(f"{job.stem}.weight_packed", quantised.codes, start)
         writer.put(f"{job.stem}.weight_scale", quantised.scales, start)
         after += quantised.nbytes
@@ -193,7 +128,15 @@ def _run(job: Job, writer: DirectoryWriter, quantiser: Quantiser) -> ModuleRepor
     if weight.bias is not None:
         writer.copy(job.stored.tensors["bias"].name)
     error = (lost / total) ** 0.5 if total else 0.0
-    return ModuleReport(job.module, str(job.recipe), before, after, error)
+    return ModuleReport(job.module, str(job.recipe), before, after, error, calibrated)
+
+
+def _read_back(job: Job, writer: DirectoryWriter) -> Weight:
+    """The module as it stands in the unfinished result."""
+    assert job.recipe is not None
+    codes, scales = writer.get(f"{job.stem}.weight_packed"), writer.get(f"{job.stem}.weight_scale")
+    bias = job.stored.tensors["bias"].view().clone() if "bias" in job.stored.tensors else None
+    return QuantizedWeight(codes, scales, None, job.recipe.bits, job.recipe.group, job.stored.shape, bias)
 
 
 def quantize(
@@ -202,14 +145,14 @@ def quantize(
     out: Path,
     *,
     single_file: bool = False,
-    quantiser: Quantiser = rtn,
+    gptq: Gptq | None = None,
     plan_note: str = "",
     progress: Progress = silent,
 ) -> list[ModuleReport]:
-    """Write `out` from `checkpoint`. Returns one report per module quantised in this run, in order.
+    """Write `out` from `checkpoint`; the report, one entry per module changed, is also kept in it.
 
     `plan_note` names what else the result depends on (the calibration used), so that a partial run with other
-    inputs is not resumed. Raises CheckpointError or CapacityError before anything appears at `out`.
+    inputs is not resumed. Raises CheckpointError, SettingError or CapacityError; nothing appears at `out` then.
     """
     stored = read_directory(checkpoint.directory)
     jobs = plan_jobs(checkpoint, parts)
@@ -218,27 +161,54 @@ def quantize(
     key = json.dumps([checkpoint.fingerprint(), [(job.module, str(job.recipe)) for job in jobs], plan_note])
     writer = DirectoryWriter(out, files, key)
     writer.open()
-    changing = {tensor.name for job in jobs for tensor in _out_tensors(job)}
-    work = sum(job.stored.shape[0] * job.stored.shape[1] for job in jobs) or 1
-    done = 0
-    reports = []
+    _follow_result(gptq, jobs, writer)
+    changing = {tensor.name for job in jobs for tensor in out_tensors(job)}
     for file in files:
         if file.link is None and f"{file.name}: copied" not in writer.done:
             for tensor in file.tensors:
                 if tensor.name not in changing:
                     writer.copy(tensor.name)
             writer.finished(f"{file.name}: copied")
+    work = sum(job.stored.shape[0] * job.stored.shape[1] for job in jobs)
+    done = 0
+    quantiser = Quantiser(gptq)
     for job in jobs:
+        if job.module not in writer.done:
+            writer.finished(job.module, asdict(_run(job, writer, quantiser)))
         done += job.stored.shape[0] * job.stored.shape[1]
-        if job.module in writer.done:
-            continue
-        reports.append(_run(job, writer, quantiser))
-        writer.finished(job.module)
-        progress(job.module, done / work)
+        progress(job.module, done, work)
+    reports = [ModuleReport(**writer.done[job.module]) for job in jobs]
     keep = [p for p in sorted(checkpoint.directory.iterdir()) if p.is_file() and _is_sidecar(p)]
-    writer.commit({"config.json": json.dumps(config, indent=2, ensure_ascii=False) + "\n"}, keep)
+    writer.commit({"config.json": _json(config), REPORT: _json(summary(reports))}, keep)
     return reports
 
 
+def summary(reports: Sequence[ModuleReport]) -> dict[str, Any]:
+    """The report as data: totals, then one entry per module."""
+    return {
+        "bytes_before": sum(report.bytes_before for report in reports),
+        "bytes_after": sum(report.bytes_after for report in reports),
+        "largest_error": max((report.error for report in reports), default=0.0),
+        "modules": [asdict(report) for report in reports],
+    }
+
+
+def _follow_result(gptq: Gptq | None, jobs: Sequence[Job], writer: DirectoryWriter) -> None:
+    """Let streamed calibration run on the layers as quantised so far."""
+    by_module = {job.module: job for job in jobs}
+
+    def finished(module: str) -> Weight | None:
+        job = by_module.get(module)
+        return None if job is None or job.recipe is None or module not in writer.done else _read_back(job, writer)
+
+    for source in gptq.sources if gptq else ():
+        if isinstance(source, Streamed):
+            source.finished = finished
+
+
+def _json(table: Any) -> str:
+    return json.dumps(table, indent=2, ensure_ascii=False) + "\n"
+
+
 def _is_sidecar(path: Path) -> bool:
-    return path.suffix != ".safetensors" and path.name not in ("config.json", INDEX_NAME)
+    return path.suffix != ".safetensors" and path.name not in ("config.json", INDEX_NAME, REPORT)
