@@ -13,6 +13,7 @@ from soloist.errors import EngineError
 from soloist.sampling.history import History
 from soloist.sampling.params import SamplingParams, ThinkingBudget
 from soloist.sampling.processors import target_law
+from soloist.sampling.rows import LogitRows
 from soloist.sampling.verify import verify
 
 END, CLOSE = 9, (3, 9, 4)
@@ -59,7 +60,7 @@ def test_push_and_pop_restore_every_state() -> None:
         assert (walked.position, walked.forced_token()) == (fresh.position, fresh.forced_token())
         assert walked.banned_words() == fresh.banned_words()
         assert np.array_equal(walked.seen, fresh.seen) and np.array_equal(walked.counts, fresh.counts)
-        a, b = target_law(rows, 0, walked), target_law(rows, 0, fresh)
+        a, b = target_law(LogitRows(rows), 0, walked), target_law(LogitRows(rows), 0, fresh)
         assert np.array_equal(a.ids, b.ids) and np.array_equal(a.scores, b.scores)
         walked.advance(token)
         fresh.advance(token)

@@ -14,7 +14,6 @@ from functools import cache
 
 import numpy as np
 import pytest
-import torch
 
 from sampling.tiny import Tiny, true_law
 from soloist.drafting.calibration import Rates
@@ -28,6 +27,7 @@ from soloist.sampling.history import History
 from soloist.sampling.params import SamplingParams
 from soloist.sampling.processors import TargetLaw, target_law
 from soloist.sampling.rng import Stream
+from soloist.sampling.rows import LogitRows
 from soloist.sampling.verify import Mode, Trial, branch_trials, verify
 
 V, TOKENS, QUICK, FULL = 6, 2, 3_000, 200_000
@@ -112,7 +112,7 @@ def chi_square(drafter: Drafter, params: SamplingParams, blocks: int, mode: Mode
     """
     laws: dict[tuple[int, ...], TargetLaw] = {}
 
-    def law_of_path(rows: torch.Tensor, index: int, history: History) -> TargetLaw:
+    def law_of_path(rows: LogitRows, index: int, history: History) -> TargetLaw:
         path = tuple(history.output)
         if path not in laws:
             laws[path] = target_law(rows, index, history)

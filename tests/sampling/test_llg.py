@@ -22,6 +22,7 @@ from soloist.sampling.history import History
 from soloist.sampling.llg import MAX_WHITESPACE, AfterThinking, GrammarCompiler, LLGrammar
 from soloist.sampling.params import SamplingParams, ThinkingBudget
 from soloist.sampling.processors import target_law
+from soloist.sampling.rows import LogitRows
 from soloist.sampling.verify import Mode, verify
 
 MERGES = [("{", '"'), ('"', ":"), ("Ġ", '"'), ("a", "g"), ("ag", "e"), ("Ċ", "Ċ"), ("Ġ", "Ġ")]
@@ -312,4 +313,4 @@ def test_min_tokens_gives_way_to_a_finished_grammar() -> None:
     history = History(params, [], PADDED, COMPILER.choice(["yes"]))
     for token in TOKENIZER.encode("yes").ids:
         history.advance(token)
-    assert target_law(torch.zeros(1, PADDED), 0, history).ids.tolist() == [EOS]
+    assert target_law(LogitRows(torch.zeros(1, PADDED)), 0, history).ids.tolist() == [EOS]

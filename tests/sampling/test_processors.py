@@ -20,6 +20,7 @@ from soloist.errors import EngineError
 from soloist.sampling.history import History
 from soloist.sampling.params import SamplingParams
 from soloist.sampling.processors import TargetLaw, greedy_token, processed, target_law
+from soloist.sampling.rows import LogitRows
 
 V = 1500
 
@@ -28,7 +29,7 @@ def law_of(x: torch.Tensor, params: SamplingParams, prompt=(), output=()) -> np.
     history = History(params.validate(x.shape[-1]), list(prompt), x.shape[-1])
     for token in output:
         history.advance(token)
-    law = target_law(x[None], 0, history)
+    law = target_law(LogitRows(x[None]), 0, history)
     assert np.all(np.diff(law.ids) > 0) and law.scores.max() == 0
     dense = np.zeros(x.shape[-1])
     dense[law.ids] = law.probs
@@ -113,8 +114,8 @@ def test_tiny_temperatures_end_in_the_argmax(temperature: float) -> None:
 
 def test_greedy_takes_the_lowest_id_among_equals() -> None:
     history = History(SamplingParams(temperature=0.0), [], 5)
-    assert greedy_token(torch.tensor([[0.0, 7.0, 7.0, 1.0, 7.0]]), 0, history) == 1
-    assert target_law(torch.tensor([[0.0, 7.0, 7.0, 1.0, 7.0]]), 0, history).ids.tolist() == [1]
+    assert greedy_token(LogitRows(torch.tensor([[0.0, 7.0, 7.0, 1.0, 7.0]])), 0, history) == 1
+    assert target_law(LogitRows(torch.tensor([[0.0, 7.0, 7.0, 1.0, 7.0]])), 0, history).ids.tolist() == [1]
 
 
 def test_bias_allowed_and_stop_ids() -> None:
@@ -144,13 +145,13 @@ def test_a_row_without_a_finite_maximum_is_named() -> None:
         rows = torch.zeros(3, 4)
         rows[2, 1] = bad
         with pytest.raises(EngineError, match="row 2"):
-            target_law(rows, 2, history)
-        assert len(target_law(rows, 1, history).ids) == 4
+            target_law(LogitRows(rows), 2, history)
+        assert len(target_law(LogitRows(rows), 1, history).ids) == 4
     with pytest.raises(EngineError, match="row 0"):
-        target_law(torch.full((1, 4), -math.inf), 0, history)
+        target_law(LogitRows(torch.full((1, 4), -math.inf)), 0, history)
     nothing = History(SamplingParams(allowed_ids=(1,), bad_words=((1,),)), [], 4)
     with pytest.raises(EngineError, match="leave no token"):
-        target_law(torch.zeros(1, 4), 0, nothing)
+        target_law(LogitRows(torch.zeros(1, 4)), 0, nothing)
 
 
 @pytest.mark.parametrize(
@@ -170,7 +171,7 @@ def test_a_row_has_the_same_bits_whatever_stands_beside_it(kw: dict[str, float])
     row = torch.from_numpy((rng.standard_normal(width) * 2).astype(np.float32))
 
     def law(rows: torch.Tensor, index: int) -> TargetLaw:
-        return target_law(rows, index, History(params, [1, 2, 3], width))
+        return target_law(LogitRows(rows), index, History(params, [1, 2, 3], width))
 
     alone = law(row[None], 0)
     for count in range(1, 9):
@@ -190,6 +191,43 @@ def test_raw_rows_are_never_written() -> None:
         repetition_penalty=1.3, logit_bias={1: 5.0}, bad_words=((2,),), min_tokens=3, stop_ids=(4,), temperature=0.5
     )
     history = History(params, [5, 6], 50)
-    target_law(rows, 1, history)
-    processed(rows, 0, history)
+    target_law(LogitRows(rows), 1, history)
+    processed(LogitRows(rows), 0, history)
     assert torch.equal(rows, before)
+
+
+class Remote(LogitRows):
+    """Rows read as from an accelerator, on the host."""
+
+    def __init__(self, logits: torch.Tensor) -> None:
+        super().__init__(logits)
+        self.remote = True
+
+
+def test_rows_of_an_accelerator_give_the_same_laws() -> None:
+    rng = np.random.default_rng(5)
+    for case in range(200):
+        x = rng.standard_normal((4, 700)) * 3
+        # Every second case is full of ties, also beyond the entries that are fetched.
+        rows = torch.from_numpy((np.round(x) if case % 2 else x).astype(np.float32)).to(
+            torch.bfloat16 if case % 3 == 0 else torch.float32
+        )
+        params = SamplingParams(
+            top_k=int(rng.choice([1, 2, 20, 64])),
+            top_p=float(rng.choice([1.0, 0.9])),
+            min_p=float(rng.choice([0.0, 0.1])),
+            temperature=float(rng.choice([1.0, 0.7, 1e-44])),
+        )
+        history, greedy = History(params, [], 700), History(SamplingParams(temperature=0.0), [], 700)
+        here, there = LogitRows(rows), Remote(rows)
+        for index in range(4):
+            a, b = target_law(here, index, history), target_law(there, index, history)
+            assert np.array_equal(a.ids, b.ids)
+            assert np.array_equal(a.scores.view(np.int32), b.scores.view(np.int32))
+            assert greedy_token(here, index, greedy) == greedy_token(there, index, greedy)
+    rows[1, 3] = math.nan
+    for read in (LogitRows, Remote):
+        with pytest.raises(EngineError, match="row 1"):
+            target_law(read(rows), 1, history)
+        with pytest.raises(EngineError, match="row 1"):
+            greedy_token(read(rows), 1, greedy)

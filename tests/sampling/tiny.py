@@ -18,6 +18,7 @@ from soloist.drafting.proposal import Law, Proposal
 from soloist.sampling.history import History
 from soloist.sampling.params import SamplingParams
 from soloist.sampling.processors import target_law
+from soloist.sampling.rows import LogitRows
 from soloist.sampling.verify import branch_trials
 
 Draft = tuple[Proposal, float]
@@ -94,7 +95,7 @@ def verdict_law(target: Tiny, proposal: Proposal, prefix: tuple[int, ...], param
     out: dict[tuple[int, ...], float] = {}
 
     def walk(row: int, emitted: tuple[int, ...], mass: float) -> None:
-        law = target_law(rows, row, history)
+        law = target_law(LogitRows(rows), row, history)
         for trial in branch_trials(law, proposal, children[row]):
             if trial.rest is not None:
                 for t, p in zip(trial.rest.ids.tolist(), trial.rest.probs.tolist(), strict=True):

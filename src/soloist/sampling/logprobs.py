@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from soloist.sampling.processors import best_places, check_finite, host_row
+from soloist.sampling.processors import best_places, check_finite
+from soloist.sampling.rows import LogitRows
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ def token_logprobs(rows: torch.Tensor, index: int, token: int, top: int = 0) -> 
 
     `top` best entries, best first, lowest id first among equals. The rank counts strictly larger logits.
     """
-    x = host_row(rows, index)
+    x = LogitRows(rows).row(index)
     best = float(x.max())
     check_finite(best, index)
     # The normaliser in fp64: 16k fp32 terms lose digits that a user can see in the fifth decimal.

@@ -22,9 +22,13 @@ import torch
 from soloist.errors import EngineError
 from soloist.sampling.history import History
 from soloist.sampling.rng import GUMBEL_MAX, GUMBEL_MIN, Noise, perturbed_argmax
+from soloist.sampling.rows import LogitRows
 
 # Top-p without top-k looks at this many best tokens before it sorts the whole row.
 _SORT_FIRST = 512
+
+# Up to this top-k only the best entries of a row are fetched from an accelerator.
+_HEAD = 64
 
 
 @dataclass(frozen=True)
@@ -73,13 +77,6 @@ class TargetLaw:
             keep = (scores > GUMBEL_MIN - GUMBEL_MAX - 1e-3).nonzero()[0]
             ids, scores = ids[keep], scores[keep]
         return int(ids[perturbed_argmax(ids, scores, noise)])
-
-
-def host_row(rows: torch.Tensor, index: int) -> np.ndarray:
-    """Row `index` of logits [T, V] as a read-only view (or copy) fp32 [V] on the host."""
-    if rows.dtype == torch.float32 and rows.device.type == "cpu":
-        return rows.detach().numpy()[index]
-    return rows[index].detach().to(device="cpu", dtype=torch.float32).numpy()
 
 
 def _kth_largest(x: np.ndarray, k: int) -> np.float32:
@@ -140,12 +137,12 @@ def _penalise(x: np.ndarray, history: History) -> None:
         x[ids] -= np.float32(p.presence_penalty)
 
 
-def processed(rows: torch.Tensor, index: int, history: History) -> np.ndarray | int:
+def processed(rows: LogitRows, index: int, history: History) -> np.ndarray | int:
     """Steps 0-4 of row `index`: fp32 logits [V] (to be read, not written), or the token that is forced.
 
     Raises EngineError if the raw row holds NaN or +inf, or if no token is allowed.
     """
-    raw = host_row(rows, index)
+    raw = rows.row(index)
     check_finite(float(raw.max()), index)
     forced = history.forced_token()
     if forced is not None:
@@ -157,24 +154,45 @@ def processed(rows: torch.Tensor, index: int, history: History) -> np.ndarray | 
     return x
 
 
-def greedy_token(rows: torch.Tensor, index: int, history: History) -> int:
+def greedy_token(rows: LogitRows, index: int, history: History) -> int:
     """Step 5: the argmax of the processed row, lowest id on ties."""
+    if history.plain:
+        token, best = rows.argmax(index)
+        check_finite(best, index)
+        return token
     x = processed(rows, index, history)
     return x if isinstance(x, int) else int(x.argmax())
 
 
-def target_law(rows: torch.Tensor, index: int, history: History) -> TargetLaw:
+def target_law(rows: LogitRows, index: int, history: History) -> TargetLaw:
     """Steps 0-10: the law p of row `index`, whose ancestors are pushed on `history`.
 
-    rows [T, V] raw logits of any float dtype. At temperature 0 the point mass on the argmax.
+    At temperature 0 the point mass on the argmax. Raises EngineError as `processed` does.
     """
+    p = history.params
+    if p.greedy:
+        return TargetLaw.point(greedy_token(rows, index, history))
+    if rows.remote and history.plain and 0 < p.top_k <= min(_HEAD, rows.width // 2):
+        law = _law_of_head(rows, index, history)
+        if law is not None:
+            return law
     x = processed(rows, index, history)
     if isinstance(x, int):
         return TargetLaw.point(x)
-    p = history.params
-    if p.greedy:
-        return TargetLaw.point(int(x.argmax()))
     return truncated(None, x, p.temperature, p.top_k, p.top_p, p.min_p)
+
+
+def _law_of_head(rows: LogitRows, index: int, history: History) -> TargetLaw | None:
+    """`target_law` from the best 2 * top_k entries, or None if ties at the k-th value may reach beyond them."""
+    p = history.params
+    ids, logits = rows.head(index, 2 * p.top_k)
+    check_finite(float(logits.max()), index)
+    with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
+        scaled = logits / np.float32(p.temperature)
+    # Written so that a NaN (a temperature that overflows) also goes the long way.
+    if not scaled.min() < _kth_largest(scaled, p.top_k):
+        return None
+    return truncated(ids, logits, p.temperature, p.top_k, p.top_p, p.min_p)
 
 
 def truncated(

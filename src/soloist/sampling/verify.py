@@ -18,7 +18,7 @@ The History is walked and brought back: committing the emitted tokens is the cal
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -28,8 +28,9 @@ import torch
 from soloist.drafting.proposal import Law, Proposal
 from soloist.errors import EngineError
 from soloist.sampling.history import History
-from soloist.sampling.processors import TargetLaw, check_finite, greedy_token, target_law
+from soloist.sampling.processors import TargetLaw, greedy_token, target_law
 from soloist.sampling.rng import Noise, Stream
+from soloist.sampling.rows import LogitRows
 
 Mode = Literal["greedy", "coupled", "rejection"]
 
@@ -87,21 +88,18 @@ def verify(
     elif mode == "greedy":
         raise EngineError("Greedy verification of a request whose temperature is above 0.")
     children = proposal.children()
-    best = _plain_argmax(rows) if mode == "greedy" and history.plain else None
+    logits = LogitRows(rows)
     stops = history.params.stop_ids
     verdict = Verdict()
     row, depth = 0, history.depth
     try:
         while True:
             branches = children[row]
-            if best is not None:
-                token = best(row)
-                node = _child(proposal, branches, token)
-            elif mode == "greedy":
-                token = greedy_token(rows, row, history)
+            if mode == "greedy":
+                token = greedy_token(logits, row, history)
                 node = _child(proposal, branches, token)
             else:
-                law = target_law(rows, row, history)
+                law = target_law(logits, row, history)
                 if mode == "rejection" and branches:
                     token, node = _try_branches(law, proposal, branches, seed, history.position)
                 else:
@@ -121,27 +119,6 @@ def verify(
 
 def _child(proposal: Proposal, branches: list[int], token: int) -> int:
     return next((c for c in branches if proposal.tokens[c] == token), -1)
-
-
-def _plain_argmax(rows: torch.Tensor) -> Callable[[int], int]:
-    """row index -> argmax of the untouched row; one pass over all rows where that costs one transfer, else lazily."""
-    if rows.device.type == "cpu":
-        array = rows.detach().to(torch.float32).numpy()
-
-        def on_host(index: int) -> int:
-            token = int(array[index].argmax())
-            check_finite(float(array[index, token]), index)
-            return token
-
-        return on_host
-    top = rows.max(dim=-1)
-    values, tokens = top.values.tolist(), top.indices.tolist()
-
-    def fetched(index: int) -> int:
-        check_finite(values[index], index)
-        return tokens[index]
-
-    return fetched
 
 
 @dataclass(frozen=True)
