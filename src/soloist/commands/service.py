@@ -70,6 +70,22 @@ def uninstall() -> None:
         print(sentence)
 
 
+@app.command()
+def ready(
+    path: Annotated[str, typer.Option(help="What to ask; /ready is Soloist's, vLLM has /health.")] = "/ready",
+) -> None:
+    """Exit 0 when the server on PORT admits requests, 1 when not: the containers' health check."""
+    import urllib.error
+    import urllib.request
+
+    from soloist.settings import from_process
+
+    try:
+        urllib.request.urlopen(f"http://127.0.0.1:{from_process().port}{path}", timeout=4).close()
+    except (OSError, urllib.error.HTTPError):
+        raise typer.Exit(1) from None
+
+
 @app.command("wait-card", hidden=True)
 def wait_card(limit: Annotated[float, typer.Option(help="Give up after this many seconds.")] = 60.0) -> None:
     """Return once the card is really free; the unit runs this before the server."""
