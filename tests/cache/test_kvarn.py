@@ -165,4 +165,3 @@ def test_constant_tiles_survive(value: float) -> None:
     key, out = kvarn.decode_tiles(kvarn.encode_tile(k, k).unsqueeze(0), 64)
     assert torch.isfinite(key).all() and torch.isfinite(out).all()
     assert torch.allclose(key, k, atol=2e-2) and torch.allclose(out, k, atol=2e-2)
-
