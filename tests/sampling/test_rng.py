@@ -71,6 +71,9 @@ def test_noise_of_a_token_does_not_depend_on_what_is_evaluated_with_it() -> None
         assert np.array_equal(
             noise.gumbel_tensor(torch.from_numpy(part)).numpy().view(np.int32), whole[start : start + n]
         )
+    for shape in ((2, 3), (5, 40), (1, 1, 7)):
+        block = ids[: np.prod(shape)].reshape(shape)
+        assert np.array_equal(noise.gumbel(block).view(np.int32), whole[: block.size].reshape(shape))
     shuffled = np.random.default_rng(0).permutation(ids)
     assert np.array_equal(noise.gumbel(shuffled).view(np.int32), whole[shuffled])
 

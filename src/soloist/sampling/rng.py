@@ -139,10 +139,10 @@ class Noise:
         return (self.bits(token) + 0.5) * 2.0**-32
 
     def gumbel(self, ids: np.ndarray) -> np.ndarray:
-        """Standard Gumbel noise of token ids int64 [n] -> fp32 [n]."""
-        if len(ids) <= _FEW:
-            few = [-_ln_scalar(-_ln_scalar((self.bits(t) + 0.5) * 2.0**-32)) for t in ids.tolist()]
-            return np.array(few, dtype=np.float32)
+        """Standard Gumbel noise of token ids int64 [...] -> fp32 [...]."""
+        if ids.size <= _FEW:
+            few = [-_ln_scalar(-_ln_scalar((self.bits(t) + 0.5) * 2.0**-32)) for t in ids.ravel().tolist()]
+            return np.array(few, dtype=np.float32).reshape(ids.shape)
         u = (self.bits(ids) + 0.5) * 2.0**-32
         return (-_ln(-_ln(u, np), np)).astype(np.float32)
 
