@@ -42,7 +42,10 @@ def rank(
         scores = scores / ask.params.temperature
     if ask.mode == "coupled":
         noise = np.stack(
-            [Noise.at(ask.seed, Stream.TARGET, p).gumbel(row) for p, row in zip(positions, ids, strict=True)]
+            [
+                Noise.at(ask.seed, Stream.TARGET, p).gumbel(row.reshape(-1)).reshape(row.shape)
+                for p, row in zip(positions, ids, strict=True)
+            ]
         )
         shared = scores.ndim - noise.ndim
         scores = scores + noise.reshape(*noise.shape[:-1], *[1] * shared, noise.shape[-1])
