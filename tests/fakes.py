@@ -13,6 +13,8 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+import torch
+
 from soloist.engine.request import Event, Phase, Request, RequestStats, TokenLogprobs
 from soloist.engine.status import EngineStatus
 from soloist.errors import ContextLengthError, EngineDeadError, OverloadedError
@@ -150,14 +152,13 @@ class FakeEngine:
         emitted: list[int] = []
         reason, stop = None, None
         for token in self._take(item, size):
+            token = self._obey(request, token)
             emitted.append(token)
             request.output.append(token)
             stats.output_tokens += 1
             if token in request.params.stop_ids and stats.output_tokens > request.params.min_tokens:
                 reason, stop = "stop", (None if token in request.eos_ids else token)
                 break
-            if request.grammar is not None and not request.grammar.advance(token):
-                raise AssertionError("the script left the grammar")
             matched = request.halt.push(token) if request.halt else None
             if matched is not None:
                 reason, stop = "stop", matched
@@ -179,6 +180,25 @@ class FakeEngine:
             self._finish(item, tuple(emitted), stop, reason or "length")
         else:
             self._emit(item, tuple(emitted))
+
+    def _obey(self, request: Request, token: int) -> int:
+        """The scripted token, or the lowest id the grammar allows in its place."""
+        grammar = request.grammar
+        if grammar is None:
+            return token
+        ends = token in request.params.stop_ids
+        if not ends and grammar.advance(token):
+            return token
+        if not grammar.active:
+            return token
+        row = torch.zeros(self.vocab_size)
+        grammar.mask(row)
+        if ends and row[token] == 0:
+            return token
+        token = int(row.argmax())
+        if token not in request.params.stop_ids:
+            assert grammar.advance(token)
+        return token
 
     def _take(self, item: _Running, size: int) -> list[int]:
         out = []

@@ -62,3 +62,12 @@ def say(tokenizer: Tokenizer, template: ChatTemplate) -> Iterator[Say]:
     for context, fake in open_servers:
         context.__exit__(None, None, None)
         fake.close()
+
+
+@pytest.fixture(scope="module")
+def say_once(tokenizer: Tokenizer, template: ChatTemplate) -> Iterator[Live]:
+    """One server for a whole module, for tests that need no particular answer."""
+    fake = FakeEngine(lambda request: [*tokenizer.encode("ok"), EOS], block=4)
+    with serving(fake, tokenizer, template) as live:
+        yield live
+    fake.close()

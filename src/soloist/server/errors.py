@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from soloist.errors import ContextLengthError, EngineDeadError, OverloadedError, RequestError, UserError
+from soloist.errors import ContextLengthError, EngineDeadError, EngineError, OverloadedError, RequestError, UserError
 
 log = logging.getLogger("soloist.server")
 
@@ -68,6 +68,9 @@ def failure_of(error: BaseException) -> Failure:
         return Failure(503, "ServiceUnavailableError", str(error), retry_after=error.retry_after)
     if isinstance(error, EngineDeadError):
         return Failure(500, "InternalServerError", str(error) or "The engine has stopped; restart the server.")
+    if isinstance(error, EngineError):
+        log.error("request failed: %s", error)  # the engine has logged the traceback
+        return Failure(500, "InternalServerError", str(error))
     if isinstance(error, UserError):
         return Failure(400, "BadRequestError", str(error))
     log.error("request failed", exc_info=error)

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 
 from soloist.engine.request import FinishReason, RequestStats
@@ -57,6 +57,7 @@ class Meters:
     def __init__(self, engine: EngineFace, model: str) -> None:
         self.registry = CollectorRegistry()
         self.registry.register(_EngineGauges(engine, model))
+        ProcessCollector(registry=self.registry)
         self._model = model
 
         def counter(name: str, text: str, *labels: str) -> Counter:

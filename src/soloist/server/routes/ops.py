@@ -54,6 +54,24 @@ async def version() -> Response:
     return JsonReply({"version": package_version()})
 
 
+@router.get("/props")
+async def props(request: Request) -> Response:
+    """What this server is: the model's context, the knobs as resolved, the parts in use, what is degraded."""
+    service: Service = request.app.state.service
+    status = service.engine.status()
+    body = {
+        "version": package_version(),
+        "models": list(service.options.names),
+        "max_model_len": service.engine.max_len,
+        "knobs": dict(status.knobs),
+        "slots": status.slots_total,
+        "pages": status.pages_total,
+        "page_tokens": service.options.cache_unit,
+        "degraded": list(status.degraded),
+    }
+    return JsonReply(body)
+
+
 @router.get("/metrics")
 async def metrics(request: Request) -> Response:
     """Prometheus text format."""

@@ -1,0 +1,187 @@
+"""Keys, sizes, origins, paths, malformed requests: everything that never reaches the engine."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import httpx
+import pytest
+
+CHAT = {"messages": [{"role": "user", "content": "x"}]}
+POSTS = ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/messages/count_tokens", "/v1/responses")
+POSTS += ("/tokenize", "/detokenize")
+
+
+def test_keys(say):
+    live = say("hi", api_keys=("secret", "zweitschlüssel"))
+    url = live.url + "/v1/chat/completions"
+    for headers in (
+        {"Authorization": "Bearer secret"},
+        {"authorization": "bearer secret"},
+        {"x-api-key": "secret"},
+        {"Authorization": "Bearer wrong", "x-api-key": "secret"},
+    ):
+        assert httpx.post(url, json=CHAT, headers=headers).status_code == 200
+    for headers in ({}, {"Authorization": "Bearer secre"}, {"Authorization": "Basic secret"}, {"x-api-key": ""}):
+        reply = httpx.post(url, json=CHAT, headers=headers)
+        assert reply.status_code == 401 and reply.json()["error"]["type"] == "AuthenticationError"
+    for path in ("/v1/models", "/v1/responses/x"):
+        assert httpx.get(live.url + path).status_code == 401
+    for path in ("/health", "/ready", "/version", "/metrics", "/ping"):
+        assert httpx.get(live.url + path).status_code == 200
+    preflight = {"Origin": "http://a", "Access-Control-Request-Method": "POST"}
+    assert httpx.options(url, headers=preflight).status_code == 200
+
+
+def test_cors(say):
+    reply = httpx.post(say("x").url + "/tokenize", json={"prompt": "x"}, headers={"Origin": "http://app"})
+    assert reply.headers["access-control-allow-origin"] == "*"
+
+
+def test_body_limit(say):
+    live = say("hi", max_body=1 << 20)
+    big = json.dumps({"prompt": "x" * (1 << 20)})
+    for path in POSTS:
+        assert httpx.post(live.url + path, content=big).status_code == 413
+
+    def chunks():
+        for _ in range(32):
+            yield b" " * (1 << 16)
+
+    reply = httpx.post(live.url + "/v1/completions", content=chunks())
+    assert reply.status_code == 413 and reply.json()["error"]["message"].endswith("MAX_BODY_MB.")
+
+
+def test_unknown_paths_and_methods(say):
+    live = say("x")
+    assert httpx.get(live.url + "/nope").json() == {"detail": "Not Found"}
+    assert httpx.get(live.url + "/v1/chat/completions").json() == {"detail": "Method Not Allowed"}
+
+
+def test_unknown_fields_are_listed_and_inert_ones_are_not(say):
+    body = {**CHAT, "zzz": 1, "hello\nworld": 2, "metadata": {}, "best_of": 1, "žluť": 3}
+    reply = httpx.post(say("x").url + "/v1/chat/completions", json=body)
+    assert reply.headers["x-soloist-ignored"] == "zzz, hello?world, ?lu?"
+
+
+def test_tokenize_and_back(say, tokenizer):
+    live = say("x")
+    reply = httpx.post(live.url + "/tokenize", json={"prompt": "Hello 🙂", "return_token_strs": True}).json()
+    assert reply["tokens"] == tokenizer.encode("Hello 🙂") and reply["count"] == len(reply["tokens"])
+    assert len(reply["token_strs"]) == reply["count"] and reply["max_model_len"] == live.engine.max_len
+    assert httpx.post(live.url + "/detokenize", json={"tokens": reply["tokens"]}).json() == {"prompt": "Hello 🙂"}
+    chat = httpx.post(live.url + "/tokenize", json=CHAT).json()
+    httpx.post(live.url + "/v1/chat/completions", json=CHAT)
+    assert chat["tokens"] == live.engine.submitted[-1].prompt
+    off = {**CHAT, "chat_template_kwargs": {"enable_thinking": False}}
+    assert httpx.post(live.url + "/tokenize", json=off).json()["count"] > chat["count"]
+    assert httpx.post(live.url + "/detokenize", json={"tokens": [10**9]}).status_code == 400
+
+
+def test_thinking_switches_agree(say):
+    live = say("x")
+    switches = [
+        ("/v1/chat/completions", {**CHAT, "chat_template_kwargs": {"enable_thinking": False}}),
+        ("/v1/chat/completions", {**CHAT, "enable_thinking": False}),
+        ("/v1/chat/completions", {**CHAT, "reasoning_effort": "none"}),
+        ("/v1/chat/completions", {**CHAT, "thinking": {"type": "disabled"}}),
+        ("/v1/messages", {**CHAT, "max_tokens": 9, "thinking": {"type": "disabled"}}),
+        ("/v1/messages", {**CHAT, "max_tokens": 9}),
+        ("/v1/responses", {"input": "x", "reasoning": {"effort": "none"}}),
+    ]
+    prompts = []
+    for path, body in switches:
+        assert httpx.post(live.url + path, json=body).status_code == 200
+        prompts.append(live.engine.submitted[-1].prompt)
+    assert all(p == prompts[0] for p in prompts)
+    httpx.post(live.url + "/v1/chat/completions", json=CHAT)
+    assert live.engine.submitted[-1].prompt != prompts[0]
+    contradiction = {**CHAT, "enable_thinking": False, "reasoning_effort": "high"}
+    reply = httpx.post(live.url + "/v1/chat/completions", json=contradiction)
+    assert reply.status_code == 400 and reply.json()["error"]["param"] == "reasoning_effort"
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b'"x"',
+        b"{" * 5000,
+        b'{"a":' * 3000 + b"1" + b"}" * 3000,
+        b'{"messages": [' * 400,
+        b'{"prompt": NaN}',
+        b'{"prompt": "x", "temperature": 1e999}',
+        b'{"prompt": "x", "max_tokens": ' + b"9" * 5000 + b"}",
+        b"\xff\xfe",
+        b'{"prompt": "\\ud800", "messages": [{"role": "user", "content": "\\udfff"}], "input": "\\ud800"}',
+    ],
+    ids=range(13),
+)
+@pytest.mark.parametrize("path", POSTS)
+def test_bad_json(say_once, path, raw):
+    reply = httpx.post(say_once.url + path, content=raw)
+    assert reply.status_code in (200, 400), reply.text
+    if reply.status_code == 400:
+        assert reply.json()["error"]["message"]
+
+
+VALUES = [None, True, -1, 0, 1, 2.5, 10**30, "", "x", "\ud800", [], [1], ["a"], {}, {"type": "x"}, [[]], [{}], [None]]
+FIELDS = """
+    messages prompt input tokens max_tokens max_completion_tokens max_output_tokens temperature top_p top_k min_p
+    stop stop_token_ids n seed logprobs top_logprobs prompt_logprobs stream stream_options tools tool_choice
+    functions function_call response_format structured_outputs guided_json guided_regex guided_choice
+    chat_template_kwargs enable_thinking thinking reasoning_effort reasoning text include instructions
+    previous_response_id system stop_sequences output_config logit_bias allowed_token_ids bad_words min_tokens model
+    echo suffix add_generation_prompt continue_final_message thinking_token_budget cache_salt request_id metadata
+    user unknown presence_penalty repetition_penalty ignore_eos skip_special_tokens return_token_ids
+"""
+BASES = {
+    "/v1/chat/completions": CHAT,
+    "/v1/completions": {"prompt": "x"},
+    "/v1/messages": {**CHAT, "max_tokens": 5},
+    "/v1/messages/count_tokens": CHAT,
+    "/v1/responses": {"input": "x"},
+    "/tokenize": {"prompt": "x"},
+    "/detokenize": {"tokens": [1]},
+}
+MESSAGES = [
+    {"role": "user"},
+    {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]},
+    {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": [1]}}]},
+    {"role": "assistant", "tool_calls": "x"},
+    {"role": "assistant", "content": None, "reasoning": "r"},
+    {"role": "tool", "content": [{"type": "text", "text": "x"}]},
+    {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:x"}}]},
+    {"role": "user", "content": [{"type": "tool_result", "content": [{"type": "text"}]}]},
+    {"role": "user", "content": [1, None]},
+    {"role": "user", "content": {"a": 1}},
+    {"role": "developer", "content": "d"},
+    {"role": "system", "content": [{"type": "text", "text": "s"}]},
+    {"role": ["user"], "content": "x"},
+    {"type": "function_call", "name": "f", "arguments": "1"},
+    {"type": "reasoning", "summary": [{"text": 1}], "content": "x"},
+]
+
+
+def test_fuzz(say_once):
+    """Random fields of random types: 200 or 4xx with a body that says why, never a 5xx, nothing left running."""
+    rng = random.Random(7)
+    with httpx.Client(base_url=say_once.url, timeout=30) as client:
+        for _ in range(500):
+            path = rng.choice(list(BASES))
+            body = dict(BASES[path])
+            for field in rng.sample(FIELDS.split(), rng.choice([1, 1, 2, 3])):
+                body[field] = rng.choice(VALUES)
+            if rng.random() < 0.4:
+                key = "input" if path == "/v1/responses" else "messages"
+                body[key] = rng.choices(MESSAGES, k=rng.randint(1, 4))
+            reply = client.post(path, content=json.dumps(body))
+            assert reply.status_code in (200, 400, 404), (path, body, reply.text)
+            if reply.status_code != 200:
+                error = reply.json()["error"]
+                assert error["message"] and (path.startswith("/v1/messages") or set(error) >= {"type", "param", "code"})
+    assert say_once.engine.status().running == 0
