@@ -93,7 +93,7 @@ class FakeServer:
             "# TYPE vllm:num_requests_running gauge",
             f'vllm:num_requests_running{{model_name="{MODEL}"}} {self.running + self.faults.never_idle}',
             f'vllm:kv_cache_usage_perc{{model_name="{MODEL}"}} 0.25',
-            f"soloist:pages_held {pages}",
+            f"soloist:pages_used {pages}",
             f"process_resident_memory_bytes {memory:.0f}",
             f'vllm:generation_tokens_total{{model_name="{MODEL}"}} 12',
         ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +22,7 @@ from soloist.bench.result import Result
 from soloist.bench.run import Context
 from soloist.bench.serving import OwnServer
 
+PIPE_WIDTH = 160
 Scenario = Callable[[Context], Awaitable[Result]]
 
 
@@ -51,7 +53,7 @@ def execute(options: Options, scenario: Scenario, title: str, total: int | None)
     """Run a scenario and report it; returns the exit code: 0, or 1 when something it checks failed."""
     if options.plot:
         require_matplotlib()
-    console = Console(stderr=False)
+    console = Console() if sys.stdout.isatty() else Console(width=PIPE_WIDTH)
     result = asyncio.run(_measure(options, scenario, title, total, console))
     show(result, console)
     for path in write(result, options):

@@ -178,14 +178,6 @@ def candidate_table(space: Workspace) -> dict[str, tuple[Callable, tuple[int, ..
         "humming": (lambda w: humming_candidates(w, False), (), 16, False),
         "humming-invariant": (lambda w: humming_candidates(w, True), (), 16, False),
     }
-    for k_groups in (2, 3):
-        other = Workspace(space.device, k_groups=k_groups)
-        table[f"soloist-groups-{k_groups}"] = (
-            lambda w, other=other: soloist_candidates(w, other, True),
-            (32,),
-            32,
-            False,
-        )
     return table
 
 

@@ -27,7 +27,7 @@ from soloist.models.state import Caches
 from soloist.ops.numerics import digest, fingerprint
 from soloist.ops.products import candidates
 from soloist.planner import Choices
-from soloist.settings import Settings
+from soloist.settings import KNOBS, Settings
 
 Progress = Callable[[str, int, int], None]
 log = logging.getLogger("soloist.engine")
@@ -69,9 +69,16 @@ def build_engine(settings: Settings, progress: Progress | None = None) -> Engine
         prefill_slice_ms=settings.prefill_slice_ms,
         verify_rows=settings.verify_rows,
         sampler=settings.sampler,
-        knobs={"device": str(device), "dtype": str(dtype).removeprefix("torch."), "linear": model.product},
+        knobs=_reported(settings)
+        | {"device": str(device), "dtype": str(dtype).removeprefix("torch."), "linear": model.product},
         degraded=degraded,
     )
+
+
+def _reported(settings: Settings) -> dict[str, str]:
+    """The knobs as texts, for whoever asks the server what it is; secrets and directories stay out."""
+    private = {"model", "drafter", "session_dir", "host"}
+    return {n: k.show(getattr(settings, n)) for n, k in KNOBS.items() if not k.secret and n not in private}
 
 
 def _model(

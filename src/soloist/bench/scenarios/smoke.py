@@ -162,6 +162,7 @@ async def _echo(context: Context) -> str:
 @probe("seed repeats")
 async def _seed(context: Context) -> str:
     texts = [await context.chat("Write a short story.", max_tokens=40, temperature=1.0, seed=11) for _ in range(2)]
+    need(not any(t.error for t in texts), texts[0].error or texts[1].error or "")
     need(texts[0].text == texts[1].text and texts[0].reasoning == texts[1].reasoning, "one seed gave two texts")
     return "same text"
 
@@ -176,6 +177,7 @@ async def _n(context: Context) -> str:
 @probe("stop string")
 async def _stop(context: Context) -> str:
     full = await context.chat(HELLO, max_tokens=40, **GREEDY)
+    need(not full.error, full.error or "")
     words = (full.text or full.reasoning).split()
     need(len(words) > 4, "the answer is too short to stop inside")
     stop = words[3]
@@ -265,6 +267,7 @@ async def _cache(context: Context) -> str:
     text = "Remember this list of words. " + " ".join(f"word{n}" for n in range(150))
     for _ in range(2):
         answer = await context.chat(text, max_tokens=4, **GREEDY)
+        need(not answer.error, answer.error or "")
         await asyncio.sleep(0.3)
     need(answer.cached_tokens is not None, "cached_tokens is not reported")
     need(answer.cached_tokens, "the second request reused nothing")

@@ -23,9 +23,11 @@ from soloist.bench.result import Column, Panel, Result, Series, Table
 from soloist.bench.run import GREEDY, Context, Send, together
 
 IDLE_S = 60.0
+HANG_UP_S = 0.4
 MEMORY_SLACK = 64 * 2**20  # bytes; allocators keep some freed memory
 MEMORY_GROWTH = 0.03
-PAGE_GAUGES = ("soloist:pages_held", "soloist:pages_used")
+PAGE_GAUGES = ("soloist:pages_used",)
+SLOT_GAUGES = ("soloist:slots_used",)
 MEMORY_GAUGES = ("process_resident_memory_bytes",)
 
 COLUMNS = [
@@ -35,7 +37,7 @@ COLUMNS = [
     Column("seconds", "s", 1),
     Column("tokens", "tokens", 0),
     Column("gap", "worst gap ms", 0),
-    Column("pages", "pages held", 0),
+    Column("pages", "pages used", 0),
     Column("cache", "KV in use %", 1),
     Column("memory", "memory MiB", 0),
 ]
@@ -118,7 +120,7 @@ async def _round(
     order = list(work)
     random.Random(number).shuffle(order)  # the same requests meet in another order in every round
     sends = [send for _, send in order]
-    quitter = asyncio.create_task(_hang_up(context, number)) if hang_up else None
+    quitter = asyncio.create_task(_hang_up(context)) if hang_up else None
     batch = await together(sends)
     if quitter:
         await quitter
@@ -140,12 +142,10 @@ async def _round(
     return this
 
 
-async def _hang_up(context: Context, number: int) -> None:
+async def _hang_up(context: Context) -> None:
     """Read a few tokens of a long answer, then close the connection."""
-    task = asyncio.create_task(
-        context.chat(f"Tell a very long story, number {number}.", max_tokens=2000, ignore_eos=True)
-    )
-    await asyncio.sleep(0.4)
+    task = asyncio.create_task(context.chat("Tell a very long story.", max_tokens=2000, ignore_eos=True))
+    await asyncio.sleep(HANG_UP_S)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
 
@@ -157,6 +157,9 @@ async def _idle(context: Context, this: Round) -> Samples | None:
         samples = await context.client.metrics()
         busy = samples.first("vllm:num_requests_running") if samples else None
         if not busy:
+            slots = samples.first(*SLOT_GAUGES) if samples else None
+            if slots:
+                this.different.append(f"{slots:.0f} state slots are held although nothing runs")
             return samples
         if time.perf_counter() > deadline:
             this.different.append(f"{busy:.0f} requests still running {IDLE_S:.0f} s after the last answer")
@@ -178,7 +181,7 @@ def leaks(history: Sequence[Round]) -> list[str]:
     found = []
     pages = [r.pages for r in later if r.pages is not None]
     if pages and pages[-1] > max(pages[: max(1, len(pages) // 2)]):
-        found.append(f"pages held grew from {pages[0]:.0f} after round 2 to {pages[-1]:.0f}")
+        found.append(f"pages in use grew from {pages[0]:.0f} after round 2 to {pages[-1]:.0f}")
     memory = [r.memory * 2**20 for r in later if r.memory is not None]
     if len(memory) >= 2:
         half = max(1, len(memory) // 2)
