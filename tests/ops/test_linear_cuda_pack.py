@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from soloist.ops.linear import QuantizedWeight
-from soloist.ops.linear_cuda import K_GROUPS, ROW_TILES, pack, plan_ring, why_not_w4
+from soloist.ops.linear_cuda import ROW_TILES, pack, plan_ring, why_not_w4
 
 
 def quantized(n: int, k: int, group: int, zeros: bool) -> QuantizedWeight:
@@ -50,6 +50,6 @@ def test_refusals_name_the_reason() -> None:
 def test_ring_fits_the_cards_of_users() -> None:
     for limit in (101376, 166912, 232448):
         for row_tile in ROW_TILES:
-            ring = plan_ring(row_tile, True, K_GROUPS, limit)
+            ring = plan_ring(row_tile, True, limit)
             assert ring is not None and ring.stages >= 2
             assert ring.shared + 2048 <= limit

@@ -109,30 +109,29 @@ class Ring:
     shared: int
 
 
-def plan_ring(row_tile: int, zeros: bool, k_groups: int, shared_limit: int) -> Ring | None:
+def plan_ring(row_tile: int, zeros: bool, shared_limit: int) -> Ring | None:
     """Two units of 64 a stage where three stages fit, else one where two fit, else None: the row tile cannot run."""
-    exchange = row_tile * (TILE_N + 4) * 4
+    exchange = row_tile * TILE_N * 4
     for units, least in ((2, 3), (1, 2)):
         unit = TILE_N * UNIT_K // 2 + 2 * TILE_N + (TILE_N if zeros else 0)
         stage = units * unit + row_tile * (units * 2 * UNIT_K + 16)
-        stages = min(MAX_STAGES, (shared_limit - 2048 - exchange) // (k_groups * stage))
+        stages = min(MAX_STAGES, (shared_limit - 2048 - exchange) // (K_GROUPS * stage))
         if stages >= least:
-            return Ring(units, stages, k_groups * stages * stage + exchange)
+            return Ring(units, stages, K_GROUPS * stages * stage + exchange)
     return None
 
 
 class Workspace:
     """Partial tiles and arrival counters of the products that run on one stream."""
 
-    def __init__(self, device: torch.device, max_tiles: int = 4096, k_groups: int = K_GROUPS) -> None:
+    def __init__(self, device: torch.device, max_tiles: int = 4096) -> None:
         properties = torch.cuda.get_device_properties(device)
         self.device = device
         self.ctas = properties.multi_processor_count
         self.arch = properties.major * 10 + properties.minor
         self.shared_limit = properties.shared_memory_per_block_optin
-        self.k_groups = k_groups
-        self.row_tiles = tuple(m for m in ROW_TILES if plan_ring(m, True, k_groups, self.shared_limit) is not None)
-        size = self.ctas * 2 * max(self.row_tiles) * TILE_N
+        self.row_tiles = tuple(m for m in ROW_TILES if plan_ring(m, True, self.shared_limit) is not None)
+        size = self.ctas * max(self.row_tiles) * TILE_N
         self.partials = torch.empty(size, dtype=torch.float32, device=device)
         self.arrivals = torch.zeros(max_tiles, dtype=torch.int32, device=device)
 
@@ -160,19 +159,18 @@ class W4Product:
 
     def _kernel(self, row_tile: int) -> nvrtc.Kernel:
         space, zeros = self.workspace, self.weight.zeros is not None
-        ring = plan_ring(row_tile, zeros, space.k_groups, space.shared_limit)
+        ring = plan_ring(row_tile, zeros, space.shared_limit)
         assert ring is not None, row_tile
         macros = {
             "MT": row_tile,
             "U": ring.units,
             "STAGES": ring.stages,
-            "K_GROUPS": space.k_groups,
             "HAS_ZEROS": int(zeros),
             "SCALE_BF16": int(self.weight.scales.dtype == torch.bfloat16),
             "PDL": int(self.dependent),
         }
         return nvrtc.load(
-            "w4a16", "w4a16", space.arch, tuple(macros.items()), 128 * space.k_groups, ring.shared,
+            "w4a16", "w4a16", space.arch, tuple(macros.items()), 128 * K_GROUPS, ring.shared,
             "ppppppp" + "iiiiiiii", self.dependent, self._cache,
         )  # fmt: skip
 

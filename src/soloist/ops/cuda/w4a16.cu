@@ -4,14 +4,15 @@
 // column of the tile: its bits depend neither on the other rows nor on how many there are. The K order is
 // fixed by (N, K, number of CTAs) alone: the U = (N / 256) x (K / 64) units are dealt to the CTAs in contiguous runs
 // of equal length (the first `extra` runs are one longer); a CTA's K groups share every segment of its run that lies
-// in one N tile, and tiles shared by several CTAs are summed in CTA order by the last to arrive.
+// in one N tile. Of the CTAs that share a tile the first waits for the others and adds their parts in CTA order; all
+// CTAs run at once (at most one per multiprocessor), so the wait ends.
 //
 // Codes enter the MMA as exact integers in bf16 and the scale is applied in fp32 after each 64-wide unit.
 // A stage of the ring holds U units of weight, scales and rows. On sm_90+ one warp in turn orders it (bulk copies for the
 // weight, 16-byte ones for the rows), before that every warp copies its part. It is refilled one step after it was
 // read, when all warps have long left it. A warp computes 64 columns: its MMA chains hide each other's latency.
 //
-// Compile-time: MT (8, 16, 32 rows), U (1 or 2 units a stage), K_GROUPS, STAGES (ring depth per K group), HAS_ZEROS,
+// Compile-time: MT (8, 16, 32 rows), U (1 or 2 units a stage), STAGES (ring depth per K group), HAS_ZEROS,
 // SCALE_BF16, PDL.
 // Layouts (made by linear_cuda.pack): w [N/256][K/64][16 m-tiles][32 lanes][4 words]; lane 4 g + t holds rows g (words
 // 0, 1) and g + 8 (words 2, 3); word w of a row holds steps 2 w and 2 w + 1 of 16 columns; its nibbles i and i + 4 are
@@ -19,6 +20,7 @@
 
 #define TILE_N 256
 #define UNIT_K 64
+#define K_GROUPS 2
 #define WARPS 4                         // per K group, 64 columns each
 #define THREADS (K_GROUPS * WARPS * 32)
 #define UNIT_BYTES (TILE_N * UNIT_K / 2)
@@ -27,9 +29,9 @@
 #define S_AT (X_AT + MT * X_STRIDE)
 #define Z_AT (S_AT + U * TILE_N * 2)
 #define STAGE_BYTES (Z_AT + (HAS_ZEROS ? U * TILE_N : 0))
-#define OUT_STRIDE 260                  // floats per row of the exchange tile
 #define NT (MT / 8)
 #define NB (NT < 4 ? NT : 4)            // row octets whose MMA chains run side by side, for two m-tiles
+#define PEERS (16 / (2 * NT) < 2 ? 2 : 16 / (2 * NT))  // parts of other CTAs in flight while a tile is summed
 #define BULK (__CUDA_ARCH__ >= 900)
 
 // The blocks of one K group: its share of every segment of the CTA's run, U units at a time.
@@ -124,14 +126,14 @@ w4a16(const u8* __restrict__ w, const u8* __restrict__ scales, const u8* __restr
       int rows, int n_out, int x_stride, int y_stride, int per_tile, int group_shift, int length, int extra) {
     extern __shared__ __align__(128) u8 smem[];
     __shared__ __align__(8) u64 barriers[2 * K_GROUPS * STAGES];
-    __shared__ u32 is_last;
     const int thread = threadIdx.x, lane = thread % 32, cta = blockIdx.x;
     const int part = thread / (WARPS * 32), warp = thread / 32 % WARPS, g = lane / 4, t = lane % 4;
     const Deal deal = {length, extra};
     const int begin = deal.begin(cta), end = deal.begin(cta + 1);
     const u32 ring = smem_address(smem) + part * STAGES * STAGE_BYTES;
     const u32 full = smem_address(barriers) + part * STAGES * 16, empty = full + 8;   // + 16 per slot
-    float* exchange = reinterpret_cast<float*>(smem + K_GROUPS * STAGES * STAGE_BYTES);
+    const int member = thread % (WARPS * 32);
+    float4* exchange = reinterpret_cast<float4*>(smem + K_GROUPS * STAGES * STAGE_BYTES);
 
     if (thread < K_GROUPS * STAGES) {
         barrier_init(smem_address(barriers) + thread * 16, BULK ? 33 : WARPS * 32);
@@ -162,12 +164,11 @@ w4a16(const u8* __restrict__ w, const u8* __restrict__ scales, const u8* __restr
         asm volatile("griddepcontrol.wait;" ::: "memory");
         asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
-        if (!BULK || warp == 0)
 #pragma unroll 1
-            for (int s = 0; s < STAGES && behind.valid(); ++s) {
-                in.fetch_rows(behind, ring + s * STAGE_BYTES, full + s * 16);
-                behind.next();
-            }
+        for (int s = 0; s < STAGES && behind.valid(); ++s) {
+            if (!BULK || warp == s % WARPS) in.fetch_rows(behind, ring + s * STAGE_BYTES, full + s * 16);
+            behind.next();
+        }
     }
 
     int turn = 0;
@@ -278,65 +279,85 @@ w4a16(const u8* __restrict__ w, const u8* __restrict__ scales, const u8* __restr
             if (++slot == STAGES) { slot = 0; parity ^= 1; }
         }
 
-        // The last K group lays its sums down, the others add theirs, downwards.
+        // K group p finishes m-tiles 2 p and 2 p + 1 of every warp; the other hands over its part of them.
         __syncthreads();
-        const int column = warp * 64 + g;
 #pragma unroll
-        for (int pass = K_GROUPS - 1; pass >= 0; --pass) {
-            if (part == pass) {
+        for (int m = 0; m < 2; ++m)
 #pragma unroll
-                for (int m = 0; m < 4; ++m)
+            for (int n = 0; n < NT; ++n) {
+                float give[4];
 #pragma unroll
-                    for (int n = 0; n < NT; ++n)
-#pragma unroll
-                        for (int i = 0; i < 4; ++i) {
-                            float* cell = exchange + (n * 8 + 2 * t + i % 2) * OUT_STRIDE + column + m * 16 + (i / 2) * 8;
-                            *cell = pass == K_GROUPS - 1 ? total[m][n][i] : total[m][n][i] + *cell;
-                        }
+                for (int i = 0; i < 4; ++i) give[i] = part ? total[m][n][i] : total[2 + m][n][i];
+                exchange[(part * 2 * NT + m * NT + n) * (WARPS * 32) + member] = make_float4(give[0], give[1], give[2], give[3]);
             }
-            __syncthreads();
-        }
+        __syncthreads();
+        float4 sum[2][NT];
+#pragma unroll
+        for (int m = 0; m < 2; ++m)
+#pragma unroll
+            for (int n = 0; n < NT; ++n) {
+                float keep[4];
+#pragma unroll
+                for (int i = 0; i < 4; ++i) keep[i] = part ? total[2 + m][n][i] : total[m][n][i];
+                const float4 v = exchange[((1 - part) * 2 * NT + m * NT + n) * (WARPS * 32) + member];
+                sum[m][n] = make_float4(keep[0] + v.x, keep[1] + v.y, keep[2] + v.z, keep[3] + v.w);
+            }
 
-        const int quads = rows * (TILE_N / 4);
-        auto store = [&](int i, float4 v) {
-            const int n = tile * TILE_N + i % (TILE_N / 4) * 4;
-            if (n < n_out)
-                *reinterpret_cast<u64*>(y + (u64)(i / (TILE_N / 4)) * y_stride + n) =
-                    (u64)to_bf16(v.x) | (u64)to_bf16(v.y) << 16 | (u64)to_bf16(v.z) << 32 | (u64)to_bf16(v.w) << 48;
+        const int octets = (rows + 7) / 8;
+        auto slab = [&](int of_cta, int m, int n) {
+            return reinterpret_cast<float4*>(partials) + ((u64)(u32)(of_cta * 2 + part) * 2 * NT + m * NT + n) * (WARPS * 32) + member;
         };
-        auto mine = [&](int i) {
-            return *reinterpret_cast<const float4*>(exchange + i / (TILE_N / 4) * OUT_STRIDE + i % (TILE_N / 4) * 4);
-        };
-        if (count == per_tile) {
-            for (int i = thread; i < quads; i += THREADS) store(i, mine(i));
+        const int lo = tile * per_tile, first_cta = deal.owner(lo), last_cta = deal.owner(lo + per_tile - 1);
+        if (cta != first_cta) {
+#pragma unroll
+            for (int m = 0; m < 2; ++m)
+#pragma unroll
+                for (int n = 0; n < NT; ++n)
+                    if (n < octets) __stcg(slab(cta, m, n), sum[m][n]);
+            __syncthreads();
+            if (thread == 0) asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(arrivals + tile) : "memory");
         } else {
-            float4* slab = reinterpret_cast<float4*>(partials);
-            const int slab_quads = MT * (TILE_N / 4), here = cta * 2 + (segment == begin ? 0 : 1);
-            for (int i = thread; i < quads; i += THREADS) __stcg(slab + (u64)here * slab_quads + i, mine(i));
-            const int lo = tile * per_tile, first_cta = deal.owner(lo), last_cta = deal.owner(lo + per_tile - 1);
-            __threadfence();
-            __syncthreads();
-            if (thread == 0) {
-                is_last = atomicAdd(arrivals + tile, 1u) == (u32)(last_cta - first_cta);
-                if (is_last) arrivals[tile] = 0;
+            if (first_cta != last_cta) {
+                if (thread == 0) {
+                    u32 seen;
+                    do {
+                        asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(arrivals + tile) : "memory");
+                    } while (seen != (u32)(last_cta - first_cta));
+                    arrivals[tile] = 0;
+                }
+                __syncthreads();
+                for (int c = first_cta + 1; c <= last_cta; c += PEERS) {
+                    float4 v[PEERS][2][NT];
+#pragma unroll
+                    for (int j = 0; j < PEERS; ++j)
+#pragma unroll
+                        for (int m = 0; m < 2; ++m)
+#pragma unroll
+                            for (int n = 0; n < NT; ++n)
+                                if (c + j <= last_cta && n < octets) v[j][m][n] = __ldcg(slab(c + j, m, n));
+#pragma unroll
+                    for (int j = 0; j < PEERS; ++j)
+#pragma unroll
+                        for (int m = 0; m < 2; ++m)
+#pragma unroll
+                            for (int n = 0; n < NT; ++n)
+                                if (c + j <= last_cta && n < octets) {
+                                    sum[m][n].x += v[j][m][n].x; sum[m][n].y += v[j][m][n].y;
+                                    sum[m][n].z += v[j][m][n].z; sum[m][n].w += v[j][m][n].w;
+                                }
+                }
             }
-            __syncthreads();
-            if (is_last) {
-                __threadfence();
-                // The first contributor may have begun an earlier tile: its part of this one is its second slab.
-                const int first_slab = first_cta * 2 + (deal.begin(first_cta) >= lo ? 0 : 1);
-                for (int i = thread; i < quads; i += THREADS) {
-                    float4 sum = __ldcg(slab + (u64)first_slab * slab_quads + i);
-                    for (int c = first_cta + 1; c <= last_cta; c += 8) {
-                        float4 v[8];
 #pragma unroll
-                        for (int j = 0; j < 8; ++j)
-                            if (c + j <= last_cta) v[j] = __ldcg(slab + (u64)(c + j) * 2 * slab_quads + i);
+            for (int m = 0; m < 2; ++m) {
+                const int column = tile * TILE_N + warp * 64 + (2 * part + m) * 16 + g;
 #pragma unroll
-                        for (int j = 0; j < 8; ++j)
-                            if (c + j <= last_cta) { sum.x += v[j].x; sum.y += v[j].y; sum.z += v[j].z; sum.w += v[j].w; }
+                for (int n = 0; n < NT; ++n) {
+                    const float v[4] = {sum[m][n].x, sum[m][n].y, sum[m][n].z, sum[m][n].w};
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) {
+                        const int row = n * 8 + 2 * t + i % 2, at = column + i / 2 * 8;
+                        if (row < rows && at < n_out) y[(u64)row * y_stride + at] = to_bf16(v[i]);
                     }
-                    store(i, sum);
                 }
             }
         }
