@@ -122,6 +122,7 @@ def test_refusals_name_the_value_and_the_nearest_valid_one(sources: Any, message
         ("BLOCK_RULE=gain LOOKUP_STICKY=1", "LOOKUP_STICKY has no effect with BLOCK_RULE=gain", "BLOCK_RULE=saturated"),
         ("PREFIX_CACHE=0 HOST_CACHE_GB=2", "HOST_CACHE_GB has no effect with PREFIX_CACHE=0", "Set PREFIX_CACHE=1"),
         ("SESSION_DIR=none SESSION_CACHE_GB=2", "no effect with SESSION_DIR=none", "Set SESSION_DIR=auto"),
+        ("CTX=long KV_FORMAT=int8", "CTX has no effect with KV_FORMAT=int8", "Set KV_FORMAT=auto, or leave CTX out"),
         ("LOOKUP_NMIN=8 LOOKUP_NMAX=7", "LOOKUP_NMAX=7 is below LOOKUP_NMIN=8", "LOOKUP_NMAX=8"),
         ("SPEC=mtp VERIFY_ROWS=1", "VERIFY_ROWS=1 leaves no row", "VERIFY_ROWS=2"),
         ("VERIFY_ROWS=4 DRAFT_TOKENS=4", "do not fit VERIFY_ROWS=4", "Set DRAFT_TOKENS=3 or VERIFY_ROWS=5"),

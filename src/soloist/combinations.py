@@ -47,9 +47,10 @@ POINTLESS = (
     Pointless(("settle", "snapshot_every", "host_cache_gb", "session_dir"), "prefix_cache", (False,), use=True),
     Pointless(SESSIONS, "prefix_cache", (False,), use=True),
     Pointless(SESSIONS, "session_dir", ("none",), use="auto"),
+    Pointless(("ctx",), "kv_format", ("bf16", "fp16", "fp32", "fp8", "int8", "kvarn"), use="auto"),
 )
-OFF = (False, 0, "none")
-"""Switching off what is off already is no fault."""
+OFF = (False, 0, "none", "auto")
+"""Switching off what is off already, or asking for the default, is no fault."""
 
 
 def check(settings: Settings, knobs: Mapping[str, Knob]) -> list[str]:
