@@ -13,7 +13,7 @@ from soloist.cache.recurrent import RecurrentState, StateShapes
 from soloist.checkpoint.reader import open_checkpoint
 from soloist.models.layers import Loader
 from soloist.models.qwen3_5 import Qwen35
-from soloist.models.state import AcceptedPath, Caches, Features, settle
+from soloist.models.state import AcceptedPath, Caches, Features
 from soloist.models.step import RequestRows, VerifyStep, prefill_step, verify_step
 
 PAGES = 16
@@ -72,7 +72,7 @@ class Rig:
     def settle(self, step: VerifyStep, features: Features, settled: int, rows: Sequence[int], slot: int = 0) -> None:
         """Keep `rows` of a one-request step."""
         assert features.record is not None
-        settle(step, features.record, self.caches, [AcceptedPath(0, rows, self.pages[slot], settled)])
+        features.record.settle(step, self.caches, [AcceptedPath(0, rows, self.pages[slot], settled)])
 
     def decode(self, token: int, position: int, slot: int = 0) -> torch.Tensor:
         """Logits [1, V] of one settled token."""

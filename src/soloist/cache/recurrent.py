@@ -36,13 +36,13 @@ class RecurrentState:
     ) -> None:
         s = shapes
         self.shapes, self.slots, self.state_dtype, self.dtype = shapes, slots, state_dtype, dtype
-        self.states = [
-            torch.zeros(slots, s.value_heads, s.key_dim, s.value_dim, dtype=state_dtype, device=device)
-            for _ in range(s.layers)
-        ]
-        self.conv = [
-            torch.zeros(slots, s.conv_kernel - 1, s.conv_channels, dtype=dtype, device=device) for _ in range(s.layers)
-        ]
+        # One tensor over all layers: a card settles them in one launch. Layers are views of it.
+        self.all_states = torch.zeros(
+            s.layers, slots, s.value_heads, s.key_dim, s.value_dim, dtype=state_dtype, device=device
+        )
+        self.all_conv = torch.zeros(s.layers, slots, s.conv_kernel - 1, s.conv_channels, dtype=dtype, device=device)
+        self.states = list(self.all_states.unbind())
+        self.conv = list(self.all_conv.unbind())
 
     @property
     def nbytes_per_slot(self) -> int:

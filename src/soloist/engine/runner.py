@@ -17,7 +17,7 @@ from soloist.engine.request import Event, FinishReason, Request
 from soloist.engine.scheduler import PrefillSlice
 from soloist.engine.speculation import SettledRows, Speculation
 from soloist.models.qwen3_5 import Qwen35
-from soloist.models.state import AcceptedPath, Features, settle
+from soloist.models.state import AcceptedPath, Features
 from soloist.models.step import RequestRows, VerifyStep, prefill_step, verify_step
 from soloist.sampling.logprobs import prompt_logprobs, token_logprobs
 from soloist.sampling.verify import Verdict, verify
@@ -115,7 +115,8 @@ class Runner:
         ]
         step = verify_step(batch, self.model.config.conv_kernel)
         features = self.model.forward(step, self.memory.caches, self.speculation.taps)
-        return step, features, self.model.logits(features.hidden)
+        logits = features.logits
+        return step, features, self.model.logits(features.hidden) if logits is None else logits
 
     def _accept(
         self, requests: Sequence[Request], proposals: Sequence[Proposal], step: VerifyStep, logits: torch.Tensor
@@ -146,13 +147,13 @@ class Runner:
                 continue
             rows = [step.attention[i].start + row for row in verdict.rows]
             paths.append(AcceptedPath(i, rows, request.pages, request.settled))
-            index = torch.tensor(rows)
+            index = torch.tensor(rows, device=features.hidden.device)
             taps = None if features.taps is None else features.taps.index_select(0, index)
             hidden = features.hidden.index_select(0, index)
             absorbed.append(SettledRows(request, request.settled, hidden, taps, verdict.tokens))
             request.settled += len(rows)
         assert features.record is not None
-        settle(step, features.record, self.memory.caches, paths)
+        features.record.settle(step, self.memory.caches, paths)
         if absorbed:
             self.speculation.absorb(absorbed)
 

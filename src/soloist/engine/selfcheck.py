@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from soloist.models.qwen3_5 import Qwen35
-from soloist.models.state import AcceptedPath, Caches, settle
+from soloist.models.state import AcceptedPath, Caches, Features
 from soloist.models.step import GRID, RequestRows, prefill_step, verify_step
 from soloist.ops.numerics import varying_products
 
@@ -55,6 +55,10 @@ def _tokens(model: Qwen35, count: int) -> list[int]:
     return torch.randint(0, model.config.vocab_size, (count,), generator=generator).tolist()
 
 
+def _logits(model: Qwen35, features: Features) -> torch.Tensor:
+    return model.logits(features.hidden) if features.logits is None else features.logits.clone()
+
+
 def _prompted(model: Qwen35, caches: Caches, tokens: list[int], slot: int, pages: list[int]) -> None:
     model.forward(prefill_step(tokens[:PROMPT], 0, slot, pages), caches)
 
@@ -68,9 +72,9 @@ def _chain_equals_steps(model: Qwen35, fresh: Callable[[int, int], Caches]) -> b
     for position in range(PROMPT, PROMPT + 2 * ROWS):
         step = verify_step([RequestRows([tokens[position]], [-1], position, 0, pages)], kernel)
         features = model.forward(step, caches)
-        one_by_one.append(model.logits(features.hidden))
+        one_by_one.append(_logits(model, features))
         assert features.record is not None
-        settle(step, features.record, caches, [AcceptedPath(0, [0], pages, position)])
+        features.record.settle(step, caches, [AcceptedPath(0, [0], pages, position)])
     caches = fresh(1, CHECK_PAGES)
     _prompted(model, caches, tokens, 0, pages)
     at_once = []
@@ -78,9 +82,9 @@ def _chain_equals_steps(model: Qwen35, fresh: Callable[[int, int], Caches]) -> b
         rows = RequestRows(tokens[start : start + ROWS], list(range(-1, ROWS - 1)), start, 0, pages)
         step = verify_step([rows], kernel)
         features = model.forward(step, caches)
-        at_once.append(model.logits(features.hidden))
+        at_once.append(_logits(model, features))
         assert features.record is not None
-        settle(step, features.record, caches, [AcceptedPath(0, list(range(ROWS)), pages, start)])
+        features.record.settle(step, caches, [AcceptedPath(0, list(range(ROWS)), pages, start)])
     return torch.equal(torch.cat(one_by_one), torch.cat(at_once))
 
 
@@ -96,7 +100,7 @@ def _company_equals_alone(model: Qwen35, fresh: Callable[[int, int], Caches]) ->
         requests.append(RequestRows([tokens[-1 - i]], [-1], len(prompt), i, pages))
 
     def logits(batch: list[RequestRows]) -> torch.Tensor:
-        return model.logits(model.forward(verify_step(batch, model.config.conv_kernel), caches).hidden)
+        return _logits(model, model.forward(verify_step(batch, model.config.conv_kernel), caches))
 
     together = logits(requests)
     alone = torch.cat([logits([request]) for request in requests])

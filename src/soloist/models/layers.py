@@ -173,11 +173,11 @@ class DecoderNorms:
 
     def __init__(self, load: Loader, prefix: str, eps: float) -> None:
         self.eps = eps
-        self._mixer = load.factor(f"{prefix}.input_layernorm.weight")
-        self._mlp = load.factor(f"{prefix}.post_attention_layernorm.weight")
+        self.mixer_factor = load.factor(f"{prefix}.input_layernorm.weight")
+        self.mlp_factor = load.factor(f"{prefix}.post_attention_layernorm.weight")
 
     def mixer(self, x: torch.Tensor) -> torch.Tensor:
-        return rms_norm(x, self._mixer, self.eps)
+        return rms_norm(x, self.mixer_factor, self.eps)
 
     def mlp(self, x: torch.Tensor) -> torch.Tensor:
-        return rms_norm(x, self._mlp, self.eps)
+        return rms_norm(x, self.mlp_factor, self.eps)

@@ -1,7 +1,7 @@
 """What a forward reads and leaves behind: the caches it is handed, and the record that settles later.
 
 A verify step changes no cache. Its record holds the rows' keys and values, the convolution inputs and the
-recurrent states along the tree; `settle` moves the accepted paths into the caches, and what was rejected
+recurrent states along the tree; its `settle` moves the accepted paths into the caches, and what was rejected
 was never there.
 """
 
@@ -20,6 +20,7 @@ class KV(Protocol):
     """Paged keys and values (cache/kv.py; cache/tiles.py where `tile` is more than a page)."""
 
     tile: int
+    planes: dict[str, torch.Tensor]
 
     def write(
         self, layer: int, index: torch.Tensor, k: torch.Tensor, v: torch.Tensor, where: Where | None = None
@@ -31,10 +32,12 @@ class KV(Protocol):
 
 
 class State(Protocol):
-    """Recurrent slots (cache/recurrent.py)."""
+    """Recurrent slots (cache/recurrent.py): per layer, and all layers as one tensor."""
 
     states: list[torch.Tensor]
     conv: list[torch.Tensor]
+    all_states: torch.Tensor
+    all_conv: torch.Tensor
     state_dtype: torch.dtype
 
 
@@ -42,25 +45,6 @@ class State(Protocol):
 class Caches:
     kv: KV
     state: State
-
-
-@dataclass
-class Record:
-    """Per layer of each kind, in layer order. kv: (k, v) [T, kv, D] as projected; conv_rows [R*(K-1) + T, C];
-    states[layer][level] [n, Hv, dk, dv]: the recurrent state after each row, level by level."""
-
-    kv: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
-    conv_rows: list[torch.Tensor] = field(default_factory=list)
-    states: list[list[torch.Tensor]] = field(default_factory=list)
-
-
-@dataclass
-class Features:
-    """hidden [T, H]: after the final norm; taps [T, n * H]: residual streams after the tapped layers, or None."""
-
-    hidden: torch.Tensor
-    taps: torch.Tensor | None
-    record: Record | None
 
 
 @dataclass(frozen=True)
@@ -73,30 +57,59 @@ class AcceptedPath:
     settled: int
 
 
-def settle(step: VerifyStep, record: Record, caches: Caches, paths: Sequence[AcceptedPath]) -> None:
-    """Move the accepted paths into the caches: KV compacted to consecutive positions, state and conv columns of the
-    last accepted row into the request's slot. Requests not listed keep nothing of the step."""
-    paths = [p for p in paths if p.rows]
-    if not paths:
-        return
-    rows = torch.tensor([row for p in paths for row in p.rows])
-    index = torch.cat([token_rows(p.pages, p.settled + len(p.rows))[p.settled :] for p in paths])
-    where = Where(step.slots[step.request[rows]], step.positions[rows])
-    for layer, (k, v) in enumerate(record.kv):
-        caches.kv.write(layer, index, k.index_select(0, rows), v.index_select(0, rows), where)
-    last = torch.tensor([p.rows[-1] for p in paths])
-    slots = step.slots[torch.tensor([p.request for p in paths])]
-    columns = step.taps.index_select(0, last)[:, 1:]
-    for layer, conv in enumerate(record.conv_rows):
-        caches.state.conv[layer].index_copy_(0, slots, conv[columns])
-    by_level: dict[int, list[tuple[int, int]]] = {}
-    for p in paths:
-        level, i = step.level_of[p.rows[-1]]
-        by_level.setdefault(level, []).append((i, int(step.slots[p.request])))
-    for level, ends in by_level.items():
-        inside = torch.tensor([i for i, _ in ends])
-        into = torch.tensor([slot for _, slot in ends])
-        for layer, after in enumerate(record.states):
-            state = after[level]
-            chosen = state if len(ends) == state.shape[0] == 1 else state.index_select(0, inside)
-            caches.state.states[layer].index_copy_(0, into, chosen.to(caches.state.state_dtype))
+class Settling(Protocol):
+    """What a verify step leaves behind, good until the next step."""
+
+    def settle(self, step: VerifyStep, caches: Caches, paths: Sequence[AcceptedPath]) -> None:
+        """Move the accepted paths into the caches: KV compacted to consecutive positions, state and conv columns of
+        the last accepted row into the request's slot. Requests not listed keep nothing of the step."""
+
+
+@dataclass
+class Record:
+    """Per layer of each kind, in layer order. kv: (k, v) [T, kv, D] as projected; conv_rows [R*(K-1) + T, C];
+    states[layer][level] [n, Hv, dk, dv]: the recurrent state after each row, level by level."""
+
+    kv: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    conv_rows: list[torch.Tensor] = field(default_factory=list)
+    states: list[list[torch.Tensor]] = field(default_factory=list)
+
+    def settle(self, step: VerifyStep, caches: Caches, paths: Sequence[AcceptedPath]) -> None:
+        """See `Settling`."""
+        paths = [p for p in paths if p.rows]
+        if not paths:
+            return
+        rows = torch.tensor([row for p in paths for row in p.rows])
+        index = torch.cat([token_rows(p.pages, p.settled + len(p.rows))[p.settled :] for p in paths])
+        where = Where(step.slots[step.request[rows]], step.positions[rows])
+        for layer, (k, v) in enumerate(self.kv):
+            caches.kv.write(layer, index, k.index_select(0, rows), v.index_select(0, rows), where)
+        last = torch.tensor([p.rows[-1] for p in paths])
+        slots = step.slots[torch.tensor([p.request for p in paths])]
+        columns = step.taps.index_select(0, last)[:, 1:]
+        for layer, conv in enumerate(self.conv_rows):
+            caches.state.conv[layer].index_copy_(0, slots, conv[columns])
+        by_level: dict[int, list[tuple[int, int]]] = {}
+        for p in paths:
+            level, i = step.level_of[p.rows[-1]]
+            by_level.setdefault(level, []).append((i, int(step.slots[p.request])))
+        for level, ends in by_level.items():
+            inside = torch.tensor([i for i, _ in ends])
+            into = torch.tensor([slot for _, slot in ends])
+            for layer, after in enumerate(self.states):
+                state = after[level]
+                chosen = state if len(ends) == state.shape[0] == 1 else state.index_select(0, inside)
+                caches.state.states[layer].index_copy_(0, into, chosen.to(caches.state.state_dtype))
+
+
+@dataclass
+class Features:
+    """hidden [T, H]: after the final norm; taps [T, n * H]: residual streams after the tapped layers, or None.
+
+    `logits` [T, V] where the step computed them along with the rest (on a card), else None.
+    """
+
+    hidden: torch.Tensor
+    taps: torch.Tensor | None
+    record: Settling | None
+    logits: torch.Tensor | None = None

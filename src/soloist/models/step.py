@@ -7,7 +7,7 @@ one branch. A prompt on the grid is the other kind of step: consecutive rows of 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -51,6 +51,7 @@ class VerifyStep:
     level_of: list[tuple[int, int]]
     attention: list[AttentionRows]
     page_rows: list[torch.Tensor]
+    pages: list[Sequence[int]]
 
     @property
     def rows(self) -> int:
@@ -71,6 +72,11 @@ class PrefillStep:
     valid: int
     slot: int
     page_rows: torch.Tensor
+
+    def to(self, device: torch.device) -> PrefillStep:
+        """The same step with its tables on a device."""
+        moved = {name: getattr(self, name).to(device) for name in ("tokens", "positions", "page_rows")}
+        return replace(self, **moved)
 
 
 @dataclass(frozen=True)
@@ -145,6 +151,7 @@ def verify_step(batch: Sequence[RequestRows], conv_kernel: int) -> VerifyStep:
         level_of=level_of,
         attention=attention,
         page_rows=[token_rows(part.pages, part.settled) for part in batch],
+        pages=[part.pages for part in batch],
     )
 
 

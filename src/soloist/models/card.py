@@ -1,0 +1,358 @@
+"""The target on a card: the verify step as one fixed sequence of kernels over static buffers.
+
+Nothing in the sequence depends on a host value except the number of rows: tables of the step are uploaded in one
+copy, results are left in buffers. That makes it capturable (engine/graphs.py); run eagerly it is the same
+sequence. Prompt slices take the reference's road (`Qwen35.forward`) with the card's products.
+
+The state is settled by `fold` in two launches over all layers after acceptance, rather than inside the next verify
+kernels: it costs one more read of the state per step (0.5 % of the bytes of a 4-bit 27B) and keeps every kernel free of
+pending work, so that a snapshot, a parked request and a profile always see settled state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from soloist.checkpoint.config import ModelConfig
+from soloist.models.layers import Attention, DeltaNet, Loader
+from soloist.models.qwen3_5 import Progress, Qwen35
+from soloist.models.state import KV, AcceptedPath, Caches, Features, State
+from soloist.models.step import PrefillStep, VerifyStep
+from soloist.ops.card_products import CardLinear
+from soloist.ops.triton import attention, delta, rows
+
+MAX_DEPTH = 32
+
+
+@dataclass(frozen=True)
+class CardShapes:
+    """Largest step: `rows` rows of `requests` requests with `pages` pages each; `branches` states kept along trees."""
+
+    rows: int
+    requests: int
+    pages: int
+    branches: int
+    splits: int
+
+
+class Tables:
+    """The step's int32 tables in one pinned buffer and its copy on the card; views by name on both sides."""
+
+    def __init__(self, shapes: CardShapes, conv_kernel: int, device: torch.device) -> None:
+        t, r = shapes.rows, shapes.requests
+        layout = {
+            "tokens": (t,),
+            "positions": (t,),
+            "request": (t,),
+            "parent": (t,),
+            "keep": (t,),
+            "parts": (t,),
+            "taps": (t, conv_kernel),
+            "lanes": (t, MAX_DEPTH),
+            "slots": (r,),
+            "starts": (r,),
+            "counts": (r,),
+            "settled": (r,),
+            "page_table": (r, shapes.pages),
+        }
+        sizes = {name: torch.Size(shape).numel() for name, shape in layout.items()}
+        pin = device.type == "cuda"
+        self._host = torch.zeros(sum(sizes.values()), dtype=torch.int32, pin_memory=pin)
+        self._card = torch.zeros_like(self._host, device=device)
+        self.host: dict[str, torch.Tensor] = {}
+        self.card: dict[str, torch.Tensor] = {}
+        at = 0
+        for name, shape in layout.items():
+            self.host[name] = self._host[at : at + sizes[name]].view(shape)
+            self.card[name] = self._card[at : at + sizes[name]].view(shape)
+            at += sizes[name]
+
+    def fill(self, step: VerifyStep, bucket: int) -> None:
+        """Write one step, padded to `bucket` rows, and upload it. Padding rows belong to no request: they attend to
+        themselves and are walked by nobody."""
+        h = self.host
+        count, requests = step.rows, len(step.attention)
+        h["tokens"][:count] = step.tokens
+        h["positions"][:count] = step.positions
+        h["request"][:count] = step.request
+        h["parent"][:count] = step.parent
+        h["tokens"][count:bucket] = 0
+        h["positions"][count:bucket] = 0
+        h["request"][count:bucket] = h["slots"].numel() - 1
+        h["parent"][count:bucket] = -1
+        history = requests * (step.taps.shape[1] - 1)
+        own = step.taps - history
+        stored = -1 - step.taps % (step.taps.shape[1] - 1)
+        h["taps"][:count] = torch.where(own >= 0, own, stored)
+        h["taps"][count:bucket] = -1
+        h["taps"][count:bucket, -1] = torch.arange(count, bucket, dtype=torch.int32)
+        h["lanes"][count:bucket, 0] = torch.arange(count, bucket, dtype=torch.int32)
+        h["slots"].zero_()
+        h["counts"].zero_()
+        h["settled"].zero_()
+        parts = 0
+        for r, part in enumerate(step.attention):
+            mine = slice(part.start, part.stop)
+            h["slots"][r] = step.slots[r]
+            h["starts"][r], h["counts"][r], h["settled"][r] = part.start, part.stop - part.start, part.settled
+            pages = step.pages[r]
+            h["page_table"][r, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
+            if part.lanes is None:
+                h["lanes"][mine, : part.stop - part.start] = torch.arange(part.start, part.stop, dtype=torch.int32)
+            else:
+                h["lanes"][mine, : part.lanes.shape[1]] = (part.lanes + part.start).int()
+            deepest = int(step.positions[mine].max()) // attention.SPLIT + 1
+            h["parts"][mine] = parts + torch.arange(part.stop - part.start, dtype=torch.int32) * deepest
+            parts += (part.stop - part.start) * deepest
+        h["parts"][count:bucket] = parts + torch.arange(bucket - count, dtype=torch.int32)
+        self._branches(step)
+        self._card.copy_(self._host, non_blocking=True)
+
+    def _branches(self, step: VerifyStep) -> None:
+        """keep[row] = 1 + scratch entry for rows that a later, not adjacent row continues from; 0 for the others."""
+        keep = self.host["keep"]
+        keep.zero_()
+        parents = step.parent.tolist()
+        entries = 0
+        for row, above in enumerate(parents):
+            if above >= 0 and above != row - 1 and keep[above] == 0:
+                entries += 1
+                keep[above] = entries
+
+
+class CardRecord:
+    """What a verify step left in the model's buffers, until the next one; see `Record` of the reference."""
+
+    def __init__(self, model: CardModel) -> None:
+        self._model = model
+
+    def settle(self, step: VerifyStep, caches: Caches, paths: Sequence[AcceptedPath]) -> None:
+        self._model.settle(paths)
+
+
+@dataclass
+class _Buffers:
+    """Static buffers for the largest step. Names as in `VerifyStep`'s walk through the layers."""
+
+    x: torch.Tensor
+    h: torch.Tensor
+    delta: torch.Tensor
+    gate_up: torch.Tensor
+    inner: torch.Tensor
+    qkv: torch.Tensor
+    q: torch.Tensor
+    mixed: torch.Tensor
+    walked: torch.Tensor
+    scratch: torch.Tensor
+    logits: torch.Tensor
+    taps: torch.Tensor
+    # the record, one entry per layer
+    k_rows: torch.Tensor
+    v_rows: torch.Tensor
+    u: torch.Tensor
+    ba: torch.Tensor
+    dq: torch.Tensor
+    dk: torch.Tensor
+    dv: torch.Tensor
+    decay: torch.Tensor
+    beta: torch.Tensor
+
+
+class CardModel(Qwen35):
+    """A Qwen35 whose verify step runs the kernels of `ops/triton`. `prepare` must be called once with the caches."""
+
+    def __init__(self, load: Loader, config: ModelConfig, progress: Progress | None = None) -> None:
+        super().__init__(load, config, progress)
+        self._tap_layers: tuple[int, ...] = ()
+
+    def prepare(self, shapes: CardShapes, kv: KV, state: State, taps: Sequence[int]) -> None:
+        """Allocate everything a verify step touches; nothing is allocated later."""
+        self.shapes, self._kv, self._state, self._tap_layers = shapes, kv, state, tuple(taps)
+        self.tables = Tables(shapes, self.config.conv_kernel, self.device)
+        self._path = Paths(shapes, self.device)
+        self._buffers = self._allocate()
+        self._partials = attention.Partials.allocate(
+            shapes.splits, self.config.num_heads, self.config.head_dim, self.device
+        )
+
+    def _allocate(self) -> _Buffers:
+        c, t = self.config, self.shapes.rows
+        attentions, deltas = len(c.attention_layers), len(c.linear_layers)
+        hk, hv, dk, dv = c.linear_key_heads, c.linear_value_heads, c.linear_key_dim, c.linear_value_dim
+        qkvz = c.conv_channels + hv * dv
+        gates = next((m.ba.out_features for _, m, _ in self.layers if isinstance(m, DeltaNet)), 2)
+
+        def half(*shape: int) -> torch.Tensor:
+            return torch.zeros(shape, dtype=self.dtype, device=self.device)
+
+        def full(*shape: int) -> torch.Tensor:
+            return torch.zeros(shape, dtype=torch.float32, device=self.device)
+
+        return _Buffers(
+            x=half(t, c.hidden_size),
+            h=half(t, c.hidden_size),
+            delta=half(t, c.hidden_size),
+            gate_up=half(t, 2 * c.intermediate_size),
+            inner=half(t, c.intermediate_size),
+            qkv=half(t, 2 * (c.num_heads + c.num_kv_heads) * c.head_dim),
+            q=half(t, c.num_heads, c.head_dim),
+            mixed=half(t * max(c.num_heads * c.head_dim, hv * dv)),
+            walked=full(t, hv, dv),
+            scratch=full(self.shapes.branches + 1, hv, dk, dv),
+            logits=half(t, c.vocab_size),
+            taps=half(t, max(1, len(self._tap_layers)) * c.hidden_size),
+            k_rows=half(attentions, t, c.num_kv_heads, c.head_dim),
+            v_rows=half(attentions, t, c.num_kv_heads, c.head_dim),
+            u=half(deltas, t, qkvz),
+            ba=half(t, gates),
+            dq=full(t, hk, dk),
+            dk=full(deltas, t, hk, dk),
+            dv=full(deltas, t, hv, dv),
+            decay=full(deltas, t, hv),
+            beta=full(deltas, t, hv),
+        )
+
+    @torch.inference_mode()
+    def forward(self, step: VerifyStep | PrefillStep, caches: Caches, taps: Sequence[int] = ()) -> Features:
+        if isinstance(step, PrefillStep):
+            return super().forward(step.to(self.device), caches, taps)
+        bucket = self.bucket(step.rows)
+        self.tables.fill(step, bucket)
+        self.launch(bucket)
+        b, count = self._buffers, step.rows
+        tapped = b.taps[:count] if self._tap_layers else None
+        return Features(b.h[:count], tapped, CardRecord(self), b.logits[:count])
+
+    def bucket(self, count: int) -> int:
+        """Rows the sequence is run with for a step of `count` rows; eagerly there is no need to round up."""
+        return count
+
+    def launch(self, bucket: int) -> None:
+        """Run the sequence for `bucket` rows on the current stream (a captured graph overrides this)."""
+        self.sequence(bucket)
+
+    def sequence(self, count: int) -> None:
+        """Launch every kernel of a verify step of `count` rows. Results: h (after the final norm), logits, taps."""
+        b, table = self._buffers, self._row_tables(count)
+        c = self.config
+        x, h = b.x[:count], b.h[:count]
+        torch.index_select(self.embedding, 0, table["tokens"].long(), out=x)
+        pending: torch.Tensor | None = None
+        at_attention = at_delta = 0
+        for i, (norms, mixer, mlp) in enumerate(self.layers):
+            rows.add_norm(x, pending, norms.mixer_factor, c.eps, h)
+            pending = b.delta[:count]
+            if isinstance(mixer, Attention):
+                self._attention_rows(mixer, at_attention, h, pending, table, count)
+                at_attention += 1
+            else:
+                self._delta_rows(mixer, at_delta, h, pending, table, count)
+                at_delta += 1
+            rows.add_norm(x, pending, norms.mlp_factor, c.eps, h)
+            _decode(mlp.gate_up, h, b.gate_up[:count])
+            rows.silu_mul(b.gate_up[:count], b.inner[:count])
+            _decode(mlp.down, b.inner[:count], pending)
+            if i in self._tap_layers:
+                place = self._tap_layers.index(i) * c.hidden_size
+                torch.add(x, pending, out=b.taps[:count, place : place + c.hidden_size])
+        rows.add_norm(x, pending, self.norm, c.eps, h)
+        _decode(self.head, h, b.logits[:count])
+
+    def _row_tables(self, count: int) -> dict[str, torch.Tensor]:
+        per_row = ("tokens", "positions", "request", "parent", "keep", "parts", "taps", "lanes")
+        return {name: t[:count] if name in per_row else t for name, t in self.tables.card.items()}
+
+    def _attention_rows(
+        self,
+        mixer: Attention,
+        layer: int,
+        h: torch.Tensor,
+        out: torch.Tensor,
+        table: dict[str, torch.Tensor],
+        count: int,
+    ) -> None:
+        b, c = self._buffers, self.config
+        qkv, q = b.qkv[:count], b.q[:count]
+        k, v = b.k_rows[layer, :count], b.v_rows[layer, :count]
+        _decode(mixer.qkv, h, qkv)
+        rows.qk_prepare(qkv, mixer.factors, table["positions"], self.inverse, c.eps, q, k, v)
+        mixed = b.mixed[: count * c.num_heads * c.head_dim].view(count, -1)
+        planes = self._kv.planes
+        attention.verify_attention(
+            q, k, v, planes["k.data"][layer], planes["v.data"][layer], table, self._partials, qkv, mixed, mixer.scale
+        )
+        _decode(mixer.out, mixed, out)
+
+    def _delta_rows(
+        self,
+        mixer: DeltaNet,
+        layer: int,
+        h: torch.Tensor,
+        out: torch.Tensor,
+        table: dict[str, torch.Tensor],
+        count: int,
+    ) -> None:
+        b = self._buffers
+        u, ba = b.u[layer, :count], b.ba[:count]
+        _decode(mixer.qkvz, h, u)
+        _decode(mixer.ba, h, ba)
+        record = tuple(t[:count] for t in (b.dq, b.dk[layer], b.dv[layer], b.decay[layer], b.beta[layer]))
+        delta.prepare(
+            u, ba, self._state.conv[layer], table["taps"], table["request"], table["slots"],
+            mixer.conv, mixer.negative_a, mixer.dt_bias, record,
+        )  # fmt: skip
+        walked = b.walked[:count]
+        delta.walk(
+            self._state.states[layer], record, walked, b.scratch, table["slots"], table["starts"], table["counts"],
+            table["parent"], table["keep"],
+        )  # fmt: skip
+        mixed = b.mixed[: count * mixer.heads * mixer.dv].view(count, -1)
+        delta.gated_norm(walked, u[:, mixer.channels :], mixer.norm, mixer.eps, mixer.act, mixed)
+        _decode(mixer.out, mixed, out)
+
+    @torch.inference_mode()
+    def settle(self, paths: Sequence[AcceptedPath]) -> None:
+        """Move the accepted rows of the last step into the caches, all layers at once."""
+        if not any(p.rows for p in paths):
+            return
+        b, table = self._buffers, self.tables.card
+        path, lengths = self._path.fill(paths)
+        planes = self._kv.planes
+        attention.settle_kv(
+            b.k_rows, b.v_rows, planes["k.data"], planes["v.data"], path, lengths, table["settled"], table["page_table"]
+        )
+        record = (b.dq, b.dk, b.dv, b.decay, b.beta)
+        delta.fold(
+            self._state.all_states, self._state.all_conv, record, b.u, table["taps"], path, lengths, table["slots"]
+        )
+
+
+class Paths:
+    """Accepted rows per request, uploaded in one copy."""
+
+    def __init__(self, shapes: CardShapes, device: torch.device) -> None:
+        self._requests = shapes.requests
+        size = shapes.requests * (MAX_DEPTH + 1)
+        self._host = torch.zeros(size, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._card = torch.zeros_like(self._host, device=device)
+
+    def fill(self, paths: Sequence[AcceptedPath]) -> tuple[torch.Tensor, torch.Tensor]:
+        """(path [R, MAX_DEPTH], lengths [R]) on the card; requests not listed have length 0."""
+        rows, lengths = self._views(self._host)
+        lengths.zero_()
+        for p in paths:
+            rows[p.request, : len(p.rows)] = torch.tensor(p.rows, dtype=torch.int32)
+            lengths[p.request] = len(p.rows)
+        self._card.copy_(self._host, non_blocking=True)
+        return self._views(self._card)
+
+    def _views(self, flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return flat[self._requests :].view(self._requests, MAX_DEPTH), flat[: self._requests]
+
+
+def _decode(product: object, x: torch.Tensor, out: torch.Tensor) -> None:
+    assert isinstance(product, CardLinear)
+    product.decode(x, out)

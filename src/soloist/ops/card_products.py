@@ -1,0 +1,167 @@
+"""Products on a card: 4-bit weights through the W4A16 kernels, 16-bit ones through the dense Triton kernel.
+
+Up to DECODE_ROWS rows run the decode kernel, more run the prefill kernel; each has one K order, so within either a
+row's bits do not depend on its neighbours. A prompt on the grid always has at least 64 rows, a decode step asks for
+its kernel by name, so the switch is never inside one path.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+
+from soloist.ops.linear import DenseWeight, QuantizedWeight, Weight
+from soloist.ops.linear_cuda import PackedW4, W4Prefill, W4Product, Workspace, pack, why_not_w4
+from soloist.ops.products import Linear
+
+DECODE_ROWS = 32
+
+
+@lru_cache(maxsize=4)
+def workspace(device: torch.device) -> Workspace:
+    """Scratch of the products on the engine's stream: one per card."""
+    return Workspace(device)
+
+
+class CardLinear(Linear):
+    """A product on a card. `decode` writes into `out` and may be captured; `__call__` picks the kernel by row count."""
+
+    name = "card"
+
+    def decode(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        raise NotImplementedError
+
+    def prefill(self, x: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        x = x.contiguous()
+        y = self.decode(x) if x.shape[0] <= DECODE_ROWS else self.prefill(x)
+        return y if residual is None else y + residual
+
+
+class W4Linear(CardLinear):
+    """4-bit codes with group scales; bf16 activations."""
+
+    name = "w4a16"
+
+    def __init__(self, weight: QuantizedWeight, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__(weight.shape)
+        on_card = QuantizedWeight(
+            weight.codes.to(device),
+            weight.scales.to(device),
+            None if weight.zeros is None else weight.zeros.to(device),
+            weight.bits,
+            weight.group,
+            weight.shape,
+        )
+        self.packed: PackedW4 = pack(on_card)
+        self._decode = W4Product(self.packed, workspace(device))
+        self._prefill = W4Prefill(self.packed, workspace(device))
+
+    @classmethod
+    def refuses(cls, weight: Weight, device: torch.device, dtype: torch.dtype) -> str | None:
+        if device.type != "cuda":
+            return "runs on a card only"
+        if dtype is not torch.bfloat16:
+            return "activations must be bfloat16"
+        if not isinstance(weight, QuantizedWeight):
+            return "the weight is not quantised"
+        if weight.bias is not None:
+            return "the projection has a bias"
+        return why_not_w4(weight)
+
+    @property
+    def nbytes(self) -> int:
+        return self.packed.nbytes
+
+    def decode(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        return self._decode(x, out)
+
+    def prefill(self, x: torch.Tensor) -> torch.Tensor:
+        return self._prefill(x)
+
+    def warm(self) -> None:
+        """Compile and load the kernels now, not at the first request."""
+        self._decode.warm()
+        self._prefill.warm()
+
+
+class DenseLinear(CardLinear):
+    """16-bit weights (quantised ones of other kinds are dequantised to them)."""
+
+    name = "dense"
+
+    def __init__(self, weight: Weight, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__(weight.shape)
+        self._weight = weight.dequantize(dtype).to(device).contiguous()
+        self._bias = None if weight.bias is None else weight.bias.to(device, dtype)
+
+    @classmethod
+    def refuses(cls, weight: Weight, device: torch.device, dtype: torch.dtype) -> str | None:
+        if device.type != "cuda":
+            return "runs on a card only"
+        return None if dtype in (torch.bfloat16, torch.float16) else "activations must have 16 bits"
+
+    @property
+    def nbytes(self) -> int:
+        return self._weight.nbytes
+
+    def decode(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        from soloist.ops.triton.wide import wide
+
+        if out is None:
+            out = torch.empty(x.shape[0], self.out_features, dtype=x.dtype, device=x.device)
+        return wide(x, self._weight, self._bias, out)
+
+    def prefill(self, x: torch.Tensor) -> torch.Tensor:
+        return self.decode(x)
+
+
+CARD_PRODUCTS: tuple[type[CardLinear], ...] = (W4Linear, DenseLinear)
+
+
+def card_linear(weight: Weight, device: torch.device, dtype: torch.dtype) -> CardLinear:
+    """The first product that takes this weight; raises ValueError with every reason if none does."""
+    reasons = []
+    for candidate in CARD_PRODUCTS:
+        reason = candidate.refuses(weight, device, dtype)
+        if reason is None:
+            return candidate(weight, device, dtype)
+        reasons.append(f"{candidate.name}: {reason}")
+    raise ValueError(f"no product takes a weight of {weight.shape}: {'; '.join(reasons)}")
+
+
+def stack_quantized(weights: list[Weight]) -> QuantizedWeight | None:
+    """Rows of several quantised weights of one form as one weight, or None if their forms differ."""
+    first = weights[0]
+    if not isinstance(first, QuantizedWeight):
+        return None
+    parts = [w for w in weights if isinstance(w, QuantizedWeight)]
+    if len(parts) < len(weights) or any(
+        (w.bits, w.group, w.zeros is None, w.bias is None, w.scales.dtype)
+        != (first.bits, first.group, first.zeros is None, True, first.scales.dtype)
+        for w in parts
+    ):
+        return None
+    zeros = None if first.zeros is None else torch.cat([w.zeros for w in parts if w.zeros is not None])
+    return QuantizedWeight(
+        torch.cat([w.codes for w in parts]),
+        torch.cat([w.scales for w in parts]),
+        zeros,
+        first.bits,
+        first.group,
+        (sum(w.shape[0] for w in parts), first.shape[1]),
+    )
+
+
+def fused_card_linear(weights: list[Weight], device: torch.device, dtype: torch.dtype, pad: int = 1) -> CardLinear:
+    """One product over stacked rows; falls back to dense rows where forms differ or padding is asked for."""
+    from soloist.ops.products import stack_dense
+
+    quantized = stack_quantized(weights) if pad == 1 else None
+    if quantized is not None and W4Linear.refuses(quantized, device, dtype) is None:
+        return W4Linear(quantized, device, dtype)
+    dense: DenseWeight = stack_dense(weights, pad)
+    return card_linear(dense, device, dtype)
