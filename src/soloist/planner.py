@@ -40,7 +40,6 @@ class Choices:
     verify_rows: int = 16
     reserve: int = 256 * MIB
     prefill_rows: int = 512
-    embedding: str = "device"
 
 
 @dataclass(frozen=True)
@@ -70,7 +69,9 @@ class Plan:
         return self.pool_tokens >= 2 * PAGE
 
     def residents(self, context: int) -> int:
-        """Requests of `context` tokens that the pool and the slots hold at the same time."""
+        """Requests of `context` tokens that pool and slots hold together; 0 beyond the longest context."""
+        if context > self.max_context:
+            return 0
         return min(self.max_seqs, self.pool_tokens // (pages_for(context + 1) * PAGE))
 
 
@@ -126,12 +127,14 @@ def slot_items(config: ModelConfig, drafter: DrafterConfig | None, choices: Choi
 def weight_items(config: ModelConfig, parts: Mapping[str, int], drafter_bytes: int, choices: Choices) -> list[Item]:
     """Weights by part as they stand on the device. `parts` are in-memory bytes as the checkpoint stores them."""
     body = sum(parts.get(part, 0) for part in ("attention", "deltanet", "mlp", "norms"))
-    embed = parts.get("embed", 0)
-    items = [Item("layers", body, f"{config.num_layers} layers")]
-    if choices.embedding == "device" or config.tied:
-        items.append(Item("embedding", embed, f"{config.vocab_size} rows"))
-    if not config.tied:
-        items.append(Item("head", parts.get("lm_head", 0), f"{config.vocab_size} rows"))
+    # The table is gathered from in the compute type; a tied head is a product of its own over the stored form.
+    table = config.vocab_size * config.hidden_size * BYTES[choices.dtype]
+    head = parts.get("embed" if config.tied else "lm_head", 0)
+    items = [
+        Item("layers", body, f"{config.num_layers} layers"),
+        Item("embedding", table, f"{config.vocab_size} rows ({choices.dtype})"),
+        Item("head", head, f"{config.vocab_size} rows"),
+    ]
     if choices.spec == "mtp":
         items.append(Item("MTP module", parts.get("mtp", 0) + parts.get("draft_head", 0), "module and draft head"))
     if choices.spec == "dflash2":

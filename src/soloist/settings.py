@@ -82,7 +82,7 @@ class Settings:
     )
     session_dir: str = knob(
         "auto",
-        "Directory of saved sessions, or none; auto: ~/.cache/soloist/sessions, none for the demo.",
+        "Directory of saved sessions, or none; auto: ~/.cache/soloist/sessions for a served model, none for the demo.",
         group="Memory",
     )
     session_cache_gb: float = knob(20.0, "Largest size of SESSION_DIR in GiB.", group="Memory", low=0)

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from cache.arms import Arm, text
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from cache.arms import Arm, text
 from soloist.cache import segments
 from soloist.cache.prefix import SessionError
 from soloist.cache.segments import Identity, SegmentData, open_segment, read_pages, read_state, write_segment

@@ -44,9 +44,9 @@ def model_directory(name: str) -> Path:
     return Path(name).expanduser()
 
 
-def build_engine(settings: Settings, progress: Progress | None = None) -> Engine:
+def build_engine(settings: Settings, progress: Progress | None = None, keep_sessions: bool = False) -> Engine:
     """Open, load and start. `progress(what, done, total)` follows the loading; raises a UserError before weights are
-    read where anything about the model directory or the knobs is wrong."""
+    read where anything about the model directory or the knobs is wrong. `keep_sessions` decides SESSION_DIR=auto."""
     checkpoint = open_checkpoint(model_directory(settings.model))
     device = _device(settings)
     dtype = _dtype(settings, device)
@@ -62,7 +62,7 @@ def build_engine(settings: Settings, progress: Progress | None = None) -> Engine
         model,
         memory,
         speculation,
-        build_reuse(settings, checkpoint, memory, speculation, prints),
+        build_reuse(settings, checkpoint, memory, speculation, prints, keep_sessions),
         settle=settings.settle and settings.prefix_cache,
         max_len=max_len,
         max_queue=settings.max_queue,

@@ -26,17 +26,22 @@ GIB = 1 << 30
 DEFAULT_DIRECTORY = Path("~/.cache/soloist/sessions")
 
 
-def session_directory(settings: Settings) -> Path | None:
-    """Where sessions are kept; None when they are not. The bundled demo keeps none unless a directory is named."""
+def session_directory(settings: Settings, keep: bool = True) -> Path | None:
+    """Where sessions are kept; None when they are not. With SESSION_DIR=auto `keep` decides; the demo keeps none."""
     if not settings.prefix_cache or settings.session_dir == "none":
         return None
     if settings.session_dir != "auto":
         return Path(settings.session_dir).expanduser()
-    return None if settings.model == "demo" else DEFAULT_DIRECTORY.expanduser()
+    return DEFAULT_DIRECTORY.expanduser() if keep and settings.model != "demo" else None
 
 
 def build_reuse(
-    settings: Settings, checkpoint: Checkpoint, memory: Memory, speculation: Speculation, numerics: str
+    settings: Settings,
+    checkpoint: Checkpoint,
+    memory: Memory,
+    speculation: Speculation,
+    numerics: str,
+    keep_sessions: bool = False,
 ) -> Reuse:
     """The cache over `memory`, warm from the session directory. `numerics` names everything that decides bits."""
     config = checkpoint.config
@@ -50,7 +55,11 @@ def build_reuse(
         host_bytes=int(settings.host_cache_gb * GIB),
         cost=recompute_cost(config),
     )
-    persister = _persister(settings, checkpoint, prefix, storage, speculation, numerics)
+    directory = session_directory(settings, keep_sessions)
+    persister = None
+    if directory is not None:
+        identity = _identity(settings, checkpoint, storage, speculation, numerics)
+        persister = _persister(settings, directory, identity, prefix)
     return Reuse(
         memory,
         speculation,
@@ -76,26 +85,21 @@ def recompute_cost(config: ModelConfig) -> RecomputeCost:
     return RecomputeCost(half=2 * weights / per_key if per_key else float("inf"))
 
 
-def _persister(
-    settings: Settings,
-    checkpoint: Checkpoint,
-    prefix: PrefixCache,
-    storage: PagedStores,
-    speculation: Speculation,
-    numerics: str,
-) -> Persister | None:
-    directory = session_directory(settings)
-    if directory is None:
-        return None
+def _identity(
+    settings: Settings, checkpoint: Checkpoint, storage: PagedStores, speculation: Speculation, numerics: str
+) -> Identity:
+    """Whose bits a session file holds: target and drafter, everything that decides rounding, and the KV formats."""
     model = checkpoint.fingerprint()
     where = drafter_directory(settings, checkpoint) if speculation.name == "dflash2" else None
     if where is not None:
         model += "+" + open_checkpoint(where, "drafter").fingerprint()
-    identity = Identity(model, f"{numerics} {speculation.name}", storage.format)
+    return Identity(model, f"{numerics} {speculation.name}", storage.format)
+
+
+def _persister(settings: Settings, directory: Path, identity: Identity, prefix: PrefixCache) -> Persister:
+    capacity = int(settings.session_cache_gb * GIB)
     try:
-        store = SessionStore(
-            directory, identity, int(settings.session_cache_gb * GIB), flush_s=settings.session_flush_s
-        )
+        store = SessionStore(directory, identity, capacity, flush_s=settings.session_flush_s)
     except OSError as error:
         raise CapacityError(
             f"SESSION_DIR={directory} cannot be used ({error}).", "Name another directory, or SESSION_DIR=none."

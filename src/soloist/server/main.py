@@ -65,7 +65,7 @@ def build_service(settings: Settings, progress: Progress) -> tuple[Service, Call
     directory = model_directory(settings.model)
     tokenizer, template = Tokenizer.load(directory), ChatTemplate.load(directory)
     progress("tokenizer", 1, 1)
-    engine = build_engine(settings, progress)
+    engine = build_engine(settings, progress, keep_sessions=True)
     return Service(engine, tokenizer, template, server_options(settings, directory)), engine.close
 
 

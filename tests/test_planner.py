@@ -1,0 +1,183 @@
+"""The plan against arithmetic published for the 27B, against the issue's figures, and against real allocations."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from typer.testing import CliRunner
+
+from soloist.checkpoint.config import DrafterConfig, ModelConfig
+from soloist.cli import app
+from soloist.commands.plan import parse_size
+from soloist.errors import SettingError
+from soloist.planner import GIB, Choices, kv_token_bytes, plan, savings, slot_items
+
+HIDDEN, FFN, VOCAB = 5120, 17408, 248_320
+# spec/model.md section 6: parameters of a 4-bit export's quantised body, and what stays in 16 bits.
+QUANTISED, KEPT = 24_326_963_200, 26_238_464
+
+BIG = ModelConfig(
+    vocab_size=VOCAB,
+    hidden_size=HIDDEN,
+    num_layers=64,
+    intermediate_size=FFN,
+    num_heads=24,
+    num_kv_heads=4,
+    head_dim=256,
+    rope_dim=64,
+    rope_theta=1e7,
+    mrope_section=(11, 11, 10),
+    linear_key_heads=16,
+    linear_value_heads=48,
+    linear_key_dim=128,
+    linear_value_dim=128,
+    conv_kernel=4,
+    layer_types=("linear_attention", "linear_attention", "linear_attention", "full_attention") * 16,
+    eps=1e-6,
+    attention_bias=False,
+    gate_activation="silu",
+    tied=False,
+    max_position=262_144,
+    mtp_layers=1,
+    eos_ids=(248_046, 248_044),
+    dtype="bfloat16",
+    quantization=None,
+    vision=None,
+)
+DRAFTER = DrafterConfig(
+    hidden_size=HIDDEN,
+    num_layers=5,
+    intermediate_size=FFN,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    rope_dim=128,
+    rope_theta=1e7,
+    vocab_size=VOCAB,
+    eps=1e-6,
+    window=2048,
+    causal=False,
+    block_size=8,
+    mask_token_id=248_070,
+    tap_layers=(5, 19, 33, 47, 61),
+    conv_taps=2,
+    conv_group=16,
+    selector_rank=256,
+    selector_top_k=16,
+    embedding_scale=1.0,
+    output_multiplier=1.0,
+    softcap=0.0,
+    quantization=None,
+)
+
+
+def _grouped(parameters: int, bits: int) -> int:
+    """Group-128 weights with 16-bit scales."""
+    return int(parameters * (bits / 8 + 2 / 128))
+
+
+PARTS = {
+    "mlp": _grouped(QUANTISED, 4),
+    "norms": 2 * KEPT,
+    "embed": _grouped(VOCAB * HIDDEN, 4),
+    "lm_head": _grouped(VOCAB * HIDDEN, 4),
+    "mtp": 2 * 424_699_392,
+}
+DRAFTER_BYTES = 1_281_000_000  # spec/dflash2.md section 7
+LOADED = {"card": 24 * GIB, "used": int(0.3 * GIB), "drafter": DRAFTER, "drafter_bytes": DRAFTER_BYTES}
+BASE = Choices(spec="dflash2")
+
+
+@pytest.mark.parametrize(
+    ("key", "spec", "size"),
+    [
+        ("bf16", "none", 65_536),
+        ("bf16", "mtp", 65_536 + 4_096),
+        ("fp8", "none", 32_768),
+        ("int8", "none", 33_280),
+        ("kvarn", "none", 13_440),
+    ],
+)
+def test_bytes_per_token_of_the_27b(key: str, spec: str, size: int) -> None:
+    assert kv_token_bytes(BIG, Choices(spec=spec, kv_format=key)) == size
+
+
+@pytest.mark.parametrize(("dtype", "state"), [("float32", 144), ("float16", 72)])
+def test_bytes_per_slot_of_the_27b(dtype: str, state: int) -> None:
+    items = {item.name: item.nbytes for item in slot_items(BIG, DRAFTER, replace(BASE, max_seqs=1, state_dtype=dtype))}
+    assert items["recurrent state"] == state << 20
+    assert items["convolution state"] == 48 * 10_240 * 3 * 2
+    assert items["drafter context"] == 2048 * 20_480
+    tiles = slot_items(BIG, None, Choices(max_seqs=1, kv_format="kvarn"))[-1]
+    assert tiles.nbytes == 25 << 20
+
+
+def test_the_body_is_what_the_byte_table_says() -> None:
+    assert PARTS["mlp"] == pytest.approx(12.54e9, rel=1e-3)
+    assert PARTS["lm_head"] == pytest.approx(0.656e9, rel=1e-3)
+
+
+def _table(choices: Choices) -> dict[str, int]:
+    made = plan(BIG, PARTS, choices, **LOADED)
+    accounted = made.used + sum(item.nbytes for item in made.items) + made.pool_bytes
+    assert accounted == made.card
+    assert made.pool_tokens * made.token_bytes <= made.pool_bytes
+    return {"pool": made.pool_tokens, "at 11k": made.residents(11_264), "at 16k": made.residents(16_384)}
+
+
+def test_figures_for_24_gib_with_8_bit_keys() -> None:
+    """fp8 and int8: at least 190k pool tokens is the aim; eight residents at 16k is reached with room."""
+    for key in ("fp8", "int8"):
+        table = _table(replace(BASE, kv_format=key))
+        assert table["at 16k"] == 8 and table["pool"] >= 8 * 16_448
+
+
+def test_eight_with_a_drafter_fit_where_eight_without_fit() -> None:
+    for key in ("fp8", "int8", "kvarn"):
+        for spec in ("none", "dflash2"):
+            assert _table(replace(BASE, spec=spec, kv_format=key))["at 16k"] == 8
+
+
+@pytest.mark.parametrize(("key", "aim"), [("bf16", 95_000), ("fp8", 190_000), ("int8", 190_000)])
+def test_a_named_miss_is_covered_by_the_named_bytes(key: str, aim: int) -> None:
+    """What is missing of the aim is less than the embedding table would give back in its stored 4 bits."""
+    made = plan(BIG, PARTS, replace(BASE, kv_format=key), **LOADED)
+    table = next(item.nbytes for item in made.items if item.name == "embedding")
+    regained = made.pool_bytes + table - PARTS["embed"]
+    assert regained // made.token_bytes >= aim
+
+
+def test_savings_are_plans_with_one_knob_turned() -> None:
+    choices = replace(BASE, state_dtype="float32")
+    found = {gain.knob: gain for gain in savings(BIG, PARTS, choices, **LOADED)}
+    assert {"STATE_DTYPE=float16", "KV_FORMAT=fp8", "KV_FORMAT=kvarn", "MAX_SEQS=4"} <= found.keys()
+    now = plan(BIG, PARTS, choices, **LOADED).pool_tokens
+    half = plan(BIG, PARTS, replace(choices, state_dtype="float16"), **LOADED).pool_tokens
+    assert found["STATE_DTYPE=float16"].gained == half - now > 0
+    assert list(found.values()) == sorted(found.values(), key=lambda gain: -gain.gained)
+
+
+def test_what_does_not_fit_says_by_how_much() -> None:
+    made = plan(BIG, PARTS, BASE, card=16 * GIB, drafter=DRAFTER, drafter_bytes=DRAFTER_BYTES)
+    assert not made.fits and made.pool_tokens == 0 and made.pool_bytes < 0 and made.residents(128) == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("24GB", 24 * GIB), ("24", 24 * GIB), ("1.5 GiB", 3 * GIB // 2), ("300MB", 300 << 20)]
+)
+def test_sizes(text: str, size: int) -> None:
+    assert parse_size(text, "--card") == size
+
+
+def test_not_a_size() -> None:
+    with pytest.raises(SettingError, match="--used"):
+        parse_size("lots", "--used")
+
+
+def test_the_command() -> None:
+    done = CliRunner().invoke(app, ["plan", "demo", "--card", "2GB", "--used", "100MB", "--json"])
+    assert done.exit_code == 0, done.output
+    table = json.loads(done.output)
+    assert table["pool_tokens"] > 0 and {item["name"] for item in table["items"]} >= {"layers", "reserve", "graphs"}
