@@ -151,7 +151,7 @@ class Engine:
     ) -> tuple[Request, Choice, queue.SimpleQueue[Event]]:
         history = [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
         switch = {} if thinking is None else {"enable_thinking": thinking}
-        text = self.template.render(normalise(history), add_generation_prompt=True, tools=None, **switch)
+        text = self.template.render(normalise(history), {**switch, "add_generation_prompt": True, "tools": None})
         ids = self.tokenizer.encode(text)
         rules = ChoiceRules(thinking_left_open(self.tokenizer, ids), reopen=thinking is not False)
         return self._start(ids, self._params(given), stop, rules, self._markers)

@@ -49,9 +49,10 @@ def arguments(text):
 
 
 def test_all_types():
-    values = {"s": "10", "i": "10", "n": "null", "b": "true", "a": '[1, "2"]', "o": '{"x": "7", "y": 1}', "u": "5", "e": "2", "z": "9"}
+    values = {"s": "10", "i": "10", "n": "null", "b": "true", "a": '[1, "2"]', "u": "5", "e": "2", "z": "9"}
+    values["o"] = '{"x": "7", "y": 1}'
     assert arguments(call("get", **values)) == [
-        {"s": "10", "i": 10, "n": None, "b": True, "a": [1, 2], "o": {"x": 7, "y": 1}, "u": 5, "e": 2, "z": "9"}
+        {"s": "10", "i": 10, "n": None, "b": True, "a": [1, 2], "u": 5, "e": 2, "z": "9", "o": {"x": 7, "y": 1}}
     ]
 
 

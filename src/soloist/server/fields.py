@@ -73,6 +73,7 @@ REFUSED: Mapping[str, tuple[Any, ...]] = {
     "lora_request": (None,),
     "num_ctx": (None,),
     "grammar_lazy": _OFF,
+    "chat_template": (None,),
     "mcp_servers": (None, []),
 }
 

@@ -80,8 +80,8 @@ class Meters:
             "vllm:spec_decode_num_accepted_tokens_per_pos", "Draft tokens accepted at a position.", "position"
         )
         self.per_source = counter("soloist:accepted_tokens", "Draft tokens accepted, by who proposed them.", "source")
-        self.splice_hits = counter("soloist:splice_hits", "History answers whose generated ids were reused.")
-        self.splice_misses = counter("soloist:splice_misses", "History answers rendered differently than generated.")
+        self.splice_hits = counter("soloist:splice_hits", "Prompts whose history kept its generated ids.")
+        self.splice_misses = counter("soloist:splice_misses", "Prompts with a history that had to be encoded afresh.")
         self.ttft = histogram("vllm:time_to_first_token_seconds", "Arrival to first token.", _SECONDS)
         self.itl = histogram("vllm:inter_token_latency_seconds", "Between tokens.", _STEP_SECONDS)
         self.tpot = histogram("vllm:request_time_per_output_token_seconds", "Mean time per token.", _STEP_SECONDS)
@@ -131,6 +131,10 @@ class Meters:
                 mean = decode / (stats.output_tokens - 1)
                 self.tpot.labels(m).observe(mean)
         self.e2e.labels(m).observe((stats.finished or time.perf_counter()) - stats.arrived)
+
+    def splice(self, hit: bool) -> None:
+        """Book a prompt with earlier answers in it: did it begin with a remembered transcript?"""
+        (self.splice_hits if hit else self.splice_misses).labels(self._model).inc()
 
     def record_gap(self, seconds: float, tokens: int) -> None:
         """Book the wait before a step's tokens; a step of several tokens shares it among them."""

@@ -1,13 +1,97 @@
-"""What a rendered prompt says about the answer that will follow it."""
+"""From a turn to the ids of its prompt, and what a prompt says about the answer that will follow it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
-from soloist.server.parsers.parts import THINK_CLOSE, THINK_OPEN
+from soloist.errors import RequestError
+from soloist.server.messages import normalise, parse_arguments
+from soloist.server.parsers.parts import THINK_CLOSE, THINK_OPEN, TURN_START, Answer
+from soloist.server.service import Service
+from soloist.server.template import ChatTemplate
 from soloist.server.tokenizer import Tokenizer
+from soloist.server.turn import Turn
 
-TURN_START = "<|im_start|>"
+_LONG_TEXT = 20_000  # characters above which encoding leaves the event loop
+_CUT = "\x00\x00continue here\x00\x00"
+_RESERVED = ("messages", "tools", "add_generation_prompt")
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A rendered turn. `ids` stand for `text`; the first `spliced` of them are those of a remembered transcript."""
+
+    text: str
+    ids: list[int]
+    spliced: int
+    messages: list[dict[str, Any]]
+    variables: Mapping[str, Any]
+    template: ChatTemplate
+
+    @property
+    def has_history(self) -> bool:
+        """True when the prompt holds earlier answers."""
+        return any(message["role"] == "assistant" for message in self.messages)
+
+    def with_answer(self, answer: Answer) -> str:
+        """The text of this history once the answer is part of it, as a faithful client will send it back."""
+        message: dict[str, Any] = {"role": "assistant", "content": answer.content}
+        if answer.reasoning:
+            message["reasoning"] = message["reasoning_content"] = answer.reasoning
+        if answer.calls:
+            message["tool_calls"] = [
+                {"type": "function", "function": {"name": call.name, "arguments": parse_arguments(call.arguments)}}
+                for call in answer.calls
+            ]
+        variables = {**self.variables, "add_generation_prompt": False}
+        return self.template.render([*self.messages, message], variables)
+
+
+def render(service: Service, turn: Turn) -> Prompt:
+    """The prompt text of a turn, not encoded yet. Raises RequestError for messages that cannot be shown."""
+    messages = normalise(turn.messages, service.options.vision)
+    taken = next((name for name in _RESERVED if name in turn.template_kwargs), None)
+    if taken is not None:
+        raise RequestError(f"chat_template_kwargs may not set {taken}.", param="chat_template_kwargs")
+    variables = {
+        **turn.template_kwargs,
+        **turn.thinking.template_variables(service.template.source),
+        "add_generation_prompt": turn.add_generation_prompt and not turn.continue_final,
+        "tools": turn.tools or None,
+    }
+    text = _continued(service, messages, variables) if turn.continue_final else None
+    if text is None:
+        text = service.template.render(messages, variables)
+    return Prompt(text, [], 0, messages, variables, service.template)
+
+
+def _continued(service: Service, messages: list[dict[str, Any]], variables: Mapping[str, Any]) -> str:
+    """The text up to the end of the last message's content, wherever the template puts that."""
+    last = messages[-1]
+    if last["role"] != "assistant" or not isinstance(last["content"], str):
+        raise RequestError("continue_final_message needs an assistant message at the end.", param="messages")
+    text = service.template.render([*messages[:-1], {**last, "content": last["content"] + _CUT}], variables)
+    head, mark, _ = text.rpartition(_CUT)
+    if not mark:
+        raise RequestError("The chat template does not show the final message.", param="continue_final_message")
+    return head
+
+
+async def prepare(service: Service, turn: Turn) -> Prompt:
+    """Render and encode. Long texts are encoded on a thread, so that streams keep flowing.
+
+    Where the history holds an answer of this server word for word, the ids it was generated with are used.
+    """
+    prompt = render(service, turn)
+    kept, rest = service.transcripts.splice(prompt.text)
+    if len(rest) > _LONG_TEXT:
+        ids = await asyncio.to_thread(service.tokenizer.encode, rest)
+    else:
+        ids = service.tokenizer.encode(rest)
+    return replace(prompt, ids=[*kept, *ids], spliced=len(kept))
 
 
 def thinking_left_open(tokenizer: Tokenizer, prompt: Sequence[int]) -> bool:

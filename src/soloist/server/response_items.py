@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from soloist.server.chat_run import ChatRun
 from soloist.server.choice import Update
 from soloist.server.ids import new_id
 from soloist.server.parsers.parts import CallArguments, CallEnd, CallStart, Content, Part, Reasoning
-from soloist.server.turn import ChatRun
 
 Event = tuple[str, dict[str, Any]]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from soloist.server.turn import ChatRun
+    from soloist.server.chat_run import ChatRun
 
 
 @dataclass

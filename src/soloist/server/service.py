@@ -10,10 +10,11 @@ from soloist.server.face import EngineFace
 from soloist.server.fields import IgnoredFields
 from soloist.server.metrics import Meters
 from soloist.server.options import ServerOptions
-from soloist.server.parsers.parts import THINK_CLOSE, marker_ids
+from soloist.server.parsers.parts import THINK_CLOSE, TURN_END, marker_ids
 from soloist.server.response_store import ResponseStore
 from soloist.server.template import ChatTemplate
 from soloist.server.tokenizer import Tokenizer
+from soloist.server.transcripts import Transcripts
 
 
 @dataclass
@@ -27,12 +28,14 @@ class Service:
     meters: Meters = field(init=False)
     ignored: IgnoredFields = field(default_factory=IgnoredFields)
     responses: ResponseStore = field(default_factory=ResponseStore)
+    transcripts: Transcripts = field(init=False)
     markers: dict[int, str] = field(init=False)
     grammars: GrammarCompiler = field(init=False)
 
     def __post_init__(self) -> None:
         self.meters = Meters(self.engine, self.options.names[0])
         self.grammars = GrammarCompiler(self.tokenizer.raw, self.engine.vocab_size, self.engine.eos_ids)
+        self.transcripts = Transcripts(TURN_END)
         self.markers = marker_ids(self.tokenizer)
         self.think_close = self.tokenizer.id_of(THINK_CLOSE)
 

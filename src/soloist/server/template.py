@@ -7,6 +7,7 @@ The environment offers what templates on the Hugging Face hub rely on: trimmed b
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -89,9 +90,9 @@ class ChatTemplate:
                 specials[name] = value
         return cls(source, specials)
 
-    def render(self, messages: list[dict[str, Any]], **variables: Any) -> str:
+    def render(self, messages: list[dict[str, Any]], variables: Mapping[str, Any]) -> str:
         """The prompt text. A template that refuses the messages is the request's fault: RequestError on `messages`."""
         try:
-            return self._template.render(messages=messages, **{**self.special_tokens, **variables})
+            return self._template.render({**self.special_tokens, **variables, "messages": messages})
         except (jinja2.TemplateError, TypeError, ValueError, AttributeError, LookupError, RecursionError) as error:
             raise RequestError(f"The chat template refused the messages: {error}", param="messages") from None

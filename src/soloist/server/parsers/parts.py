@@ -8,6 +8,7 @@ from soloist.server.tokenizer import Tokenizer
 
 THINK_OPEN, THINK_CLOSE, CALL_OPEN, CALL_CLOSE = "<think>", "</think>", "<tool_call>", "</tool_call>"
 MARKER_NAMES = {THINK_OPEN: "think", THINK_CLOSE: "/think", CALL_OPEN: "tool", CALL_CLOSE: "/tool"}
+TURN_START, TURN_END = "<|im_start|>", "<|im_end|>"
 THINK_MARKERS = ("think", "/think")
 
 

@@ -11,18 +11,19 @@ from starlette.responses import Response
 
 from soloist.server.anthropic import turn_of
 from soloist.server.body import read_json
+from soloist.server.chat_run import ChatRun, start
 from soloist.server.choice import Choice
 from soloist.server.errors import failure_of
 from soloist.server.fields import sort_extras
 from soloist.server.ids import new_id
 from soloist.server.observe import Observer
 from soloist.server.parsers.parts import CallArguments, CallEnd, CallStart, Content, Part, Reasoning
+from soloist.server.prompting import prepare
 from soloist.server.protocol.anthropic import CountRequest, MessagesRequest
 from soloist.server.reply import JsonReply
 from soloist.server.schema import body_of
 from soloist.server.service import Service
 from soloist.server.stream import EventStream, named_event, unless_gone, with_pings
-from soloist.server.turn import ChatRun, encode, render, start
 
 router = APIRouter()
 
@@ -55,7 +56,7 @@ async def count_tokens(request: Request) -> Response:
     turn, ignored = turn_of(body)
     headers = service.ignored.headers(sort_extras(body.model_extra) + ignored)
     service.check_model(body.model)
-    ids = await encode(service, render(service, turn))
+    ids = (await prepare(service, turn)).ids
     return JsonReply({"input_tokens": len(ids)}, headers=headers)
 
 

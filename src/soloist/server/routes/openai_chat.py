@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from soloist.errors import RequestError
 from soloist.server.body import read_json
+from soloist.server.chat_run import ChatRun, start
 from soloist.server.choice import Choice, Update
 from soloist.server.errors import failure_of
 from soloist.server.fields import sort_extras
@@ -26,7 +27,7 @@ from soloist.server.service import Service
 from soloist.server.stream import DONE, EventStream, data_event, unless_gone, with_pings
 from soloist.server.thinking import resolve_thinking
 from soloist.server.tool_choice import parse_tool_choice
-from soloist.server.turn import ChatRun, ToolChoice, Turn, start
+from soloist.server.turn import ToolChoice, Turn
 from soloist.server.usage import usage
 
 router = APIRouter()

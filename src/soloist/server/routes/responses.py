@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from soloist.errors import RequestError
 from soloist.server.body import read_json
+from soloist.server.chat_run import ChatRun, start
 from soloist.server.errors import Failure, failure_of
 from soloist.server.fields import sort_extras
 from soloist.server.ids import new_id
@@ -23,7 +24,6 @@ from soloist.server.responses import turn_of
 from soloist.server.schema import body_of
 from soloist.server.service import Service
 from soloist.server.stream import EventStream, named_event, unless_gone, with_pings
-from soloist.server.turn import ChatRun, start
 
 router = APIRouter()
 

@@ -10,13 +10,14 @@ from starlette.responses import Response
 from soloist.errors import RequestError
 from soloist.server.body import read_json
 from soloist.server.fields import sort_extras
+from soloist.server.prompting import prepare
 from soloist.server.protocol.common import SamplingFields
 from soloist.server.protocol.tokenize import DetokenizeRequest, TokenizeRequest
 from soloist.server.reply import JsonReply
 from soloist.server.schema import body_of
 from soloist.server.service import Service
 from soloist.server.thinking import resolve_thinking
-from soloist.server.turn import Turn, encode, render
+from soloist.server.turn import Turn
 
 router = APIRouter()
 
@@ -41,7 +42,7 @@ async def tokenize(request: Request) -> Response:
             add_generation_prompt=body.add_generation_prompt,
             continue_final=body.continue_final_message,
         )
-        ids = await encode(service, render(service, turn))
+        ids = (await prepare(service, turn)).ids
     else:
         assert body.prompt is not None
         specials = body.add_special_tokens is not False
