@@ -1,0 +1,112 @@
+"""The contracts at full length on the demo: E1 over every way to speculate, E2 in many orders, E4 over many seeds.
+
+Half the prompts decode with a repetition penalty: greedy text of a small model loops, and a loop hides faults. It also
+makes every row's law depend on the drafts before it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from cache.arms import Answer, Arm
+from drafting.prompts import prompts
+from drafting.scripted import distinct_grams
+from soloist import demo
+
+PLAIN = {"spec": "none", "lookup": "0", "prefix_cache": "0", "settle": "0", "max_seqs": "8"}
+TOKENS = 400
+WAYS: dict[str, dict[str, str]] = {
+    **{f"mtp {k}": {"spec": "mtp", "tree": "0", "lookup": "0", "draft_tokens": str(k)} for k in range(1, 9)},
+    "mtp lookup": {"spec": "mtp", "tree": "0"},
+    "mtp tree": {"spec": "mtp"},
+    "mtp tree gain": {"spec": "mtp", "block_rule": "gain"},
+    "mtp tree of 8": {"spec": "mtp", "verify_rows": "8", "lookup": "0"},
+    "dflash2 7": {"spec": "dflash2", "tree": "0", "lookup": "0"},
+    "dflash2 7 lookup": {"spec": "dflash2", "tree": "0"},
+    "dflash2 15": {"spec": "dflash2", "tree": "0", "dflash_tokens": "15"},
+    "dflash2 tree": {"spec": "dflash2"},
+    "dflash2 tree gain": {"spec": "dflash2", "block_rule": "gain"},
+    "dflash2 tree without lookup": {"spec": "dflash2", "lookup": "0"},
+    "lookup": {"spec": "none", "lookup": "1"},
+    "lookup gain": {"spec": "none", "lookup": "1", "block_rule": "gain"},
+    "rejection": {"spec": "mtp", "sampler": "rejection"},
+    "coupled": {"spec": "mtp", "sampler": "coupled"},
+}
+
+
+def params(i: int) -> dict[str, float]:
+    return {"temperature": 0.0, "repetition_penalty": 1.3 if i % 2 else 1.0}
+
+
+def answers(arm: Arm, asked: dict[int, list[int]], **more) -> dict[int, Answer]:
+    running = {i: arm.start(p, TOKENS, params=params(i) | more) for i, p in asked.items()}
+    return {i: pending.answer(900) for i, pending in running.items()}
+
+
+@pytest.fixture(scope="module")
+def plain() -> dict[int, Answer]:
+    with Arm(demo.path(), **PLAIN) as arm:
+        out = answers(arm, dict(enumerate(prompts())))
+    assert sum(distinct_grams(a.tokens) >= 0.6 for a in out.values()) >= 20
+    return out
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("way", WAYS)
+def test_greedy_bits_do_not_depend_on_speculation(way: str, plain: dict[int, Answer]) -> None:
+    knobs = {"block_rule": "saturated", **WAYS[way]}
+    with Arm(demo.path(), **{**PLAIN, **knobs}) as arm:
+        got = answers(arm, dict(enumerate(prompts())))
+    assert [i for i in plain if got[i].bits != plain[i].bits] == []
+
+
+MIXED = [
+    {"temperature": 0.0},
+    {"temperature": 0.0, "repetition_penalty": 1.2},
+    {"temperature": 1.0, "seed": 1},
+    {"temperature": 0.7, "top_k": 20, "top_p": 0.9, "seed": 2},
+]
+
+
+@pytest.fixture(scope="module", params=["mtp", "dflash2"])
+def speculating(request) -> Iterator[Arm]:
+    with Arm(demo.path(), **{**PLAIN, "spec": request.param, "lookup": "1", "block_rule": "saturated"}) as arm:
+        yield arm
+
+
+def orders(arm: Arm, count: int, tokens: int) -> None:
+    chosen = [p[:120] for p in prompts()[::5]]
+    how = [MIXED[i % len(MIXED)] for i in range(len(chosen))]
+    alone = [arm.ask(p, tokens, params=h).bits for p, h in zip(chosen, how, strict=True)]
+    rng = random.Random(1)
+    for _ in range(count):
+        order = rng.sample(range(len(chosen)), len(chosen))
+        running = {i: arm.start(chosen[i], tokens, params=how[i]) for i in order}
+        for i, pending in running.items():
+            assert pending.answer(300).bits == alone[i], f"request {i} in order {order}"
+
+
+def test_company_and_order_do_not_matter_while_speculating(speculating: Arm) -> None:
+    orders(speculating, 2, 30)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_twenty_orders(speculating: Arm) -> None:
+    orders(speculating, 20, 100)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_fifty_seeds_give_the_same_text_with_and_without_speculation(speculating: Arm) -> None:
+    chosen = prompts()[:5]
+    with Arm(demo.path(), **PLAIN) as arm:
+        plain = [arm.start(chosen[s % 5], 100, params={"temperature": 1.0, "seed": s}) for s in range(50)]
+        plain = [pending.answer(900).bits for pending in plain]
+    fast = [speculating.start(chosen[s % 5], 100, params={"temperature": 1.0, "seed": s}) for s in range(50)]
+    assert [pending.answer(900).bits for pending in fast] == plain
+    assert len(set(plain)) > 45
