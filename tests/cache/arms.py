@@ -35,6 +35,7 @@ class Pending:
 
     def __init__(self, engine: Any, prompt: Sequence[int], params: SamplingParams, **fields: Any) -> None:
         self.events: queue.Queue[Event] = queue.Queue()
+        self.prompt_rows: list[object] = []
         self.request = Request(list(prompt), params, self.events.put, **fields)
         engine.submit(self.request)
 
@@ -46,6 +47,7 @@ class Pending:
             if event.error is not None:
                 raise event.error
             tokens += event.tokens
+            self.prompt_rows += event.prompt_logprobs or ()
             logprobs += [entry.logprob for entry in event.logprobs or ()]
             if event.finish_reason is not None:
                 return Answer(tuple(tokens), tuple(logprobs), self.request.stats.cached_tokens)

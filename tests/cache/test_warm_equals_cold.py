@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -137,3 +138,35 @@ def test_sampled_text_with_a_seed(cold: Arm, warm: Arm) -> None:
     assert warm.ask(prompt, params=sampling).bits == expected.bits
     again = warm.ask(prompt, params=sampling)
     assert again.bits == expected.bits and again.cached == 128
+
+
+def test_equal_prompts_together_are_computed_once(cold: Arm, warm: Arm) -> None:
+    prompt = text(210, VOCAB, 99)
+    running = [warm.start(prompt) for _ in range(4)]
+    answers = [pending.answer() for pending in running]
+    assert {answer.bits for answer in answers} == {cold.ask(prompt).bits}
+    assert sorted(answer.cached for answer in answers) == [0, 192, 192, 192]
+
+
+def test_a_cancelled_prefill_stays_usable(tiny_model: Path, cold: Arm) -> None:
+    prompt = text(1900, VOCAB, 12)
+    with Arm(tiny_model, spec="mtp") as arm:
+        pending = arm.start(prompt)
+        while pending.request.settled < 512:
+            time.sleep(0.001)
+        arm.engine.cancel(pending.request)
+        while arm.engine.status().running:
+            time.sleep(0.001)
+        reached = pending.request.settled
+        answer = arm.ask(prompt)
+        assert answer.cached == reached >= 512
+        assert answer.bits == cold.ask(prompt).bits
+        arm.quiet()
+
+
+def test_prompt_logprobs_are_complete_on_a_warm_prompt(warm: Arm) -> None:
+    prompt = text(130, VOCAB, 14)
+    warm.ask(prompt)
+    pending = warm.start(prompt, params={"prompt_logprobs": 0})
+    assert pending.answer().cached == 0
+    assert len(pending.prompt_rows) == len(prompt)

@@ -146,6 +146,12 @@ class PrefixCache:
         self.stats.hit_tokens += path[-1].length
         return Match(pages, path[-1].length, snapshot, tier)
 
+    def reach(self, tokens: Sequence[int] | Trail, salt: str = "") -> int:
+        """How many tokens `match` would find, without touching anything."""
+        trail = self._trail(tokens, salt)
+        path = itertools.takewhile(lambda node: node.present, trail.follow(max(len(trail) - 1, 0) // self.grid))
+        return max((node.length for node in path if node.resumable), default=0)
+
     def _trail(self, tokens: Sequence[int] | Trail, salt: str) -> Trail:
         return tokens if isinstance(tokens, Trail) else self.trail(tokens, salt)
 

@@ -260,6 +260,8 @@ class Engine:
         began = time.perf_counter()
         request.stats.scheduled = request.stats.scheduled or began
         try:
+            if self.reuse.catch_up(request):
+                return  # there is less to do than the slice says
             complete = self.runner.prefill(work)
         except Exception as error:
             self._fault(request, error)

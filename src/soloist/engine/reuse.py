@@ -22,6 +22,11 @@ from soloist.engine.speculation import Speculation
 STATE = "state."
 
 
+def _may_skip(request: Request) -> bool:
+    """Log-probabilities of the prompt need every row of it."""
+    return request.params.prompt_logprobs is None
+
+
 class Reuse:
     """Admission, snapshots and parking over one memory. `prefix` None (PREFIX_CACHE=0): every request is cold."""
 
@@ -48,15 +53,32 @@ class Reuse:
             request.trail = self.prefix.trail(request.prompt, request.cache_salt)
         if not self.memory.could_admit(request):
             return False
-        # Log-probabilities of the prompt need every row of it.
-        wants_rows = request.params.prompt_logprobs is not None
-        hit = Match() if self.prefix is None or wants_rows else self.prefix.match(request.trail or ())
+        hit = self.prefix.match(request.trail or ()) if self.prefix is not None and _may_skip(request) else Match()
         if not self.memory.admit(request, hit):
             return False
         self.memory.state.reset(request.slot)
         if hit.snapshot is not None:
             self._restore(request, hit.snapshot.tensors, hit.length)
         request.stats.cached_tokens = hit.length
+        request.snapshot_at = self._points(request)
+        return True
+
+    def catch_up(self, request: Request) -> bool:
+        """Before a request's first slice: take what others have computed of its prompt since it was admitted (equal
+        prompts that arrive together). True when that moved it on."""
+        begun = request.settled > request.stats.cached_tokens
+        if self.prefix is None or begun or request.trail is None or not _may_skip(request):
+            return False
+        if self.prefix.reach(request.trail) <= request.settled:
+            return False
+        hit = self.prefix.match(request.trail)
+        if hit.snapshot is None or hit.length <= request.settled:
+            self.memory.pages.release(hit.pages)
+            return False
+        self.memory.pages.release(request.pages[: len(hit.pages)])
+        request.pages = hit.pages + request.pages[len(hit.pages) :]
+        self._restore(request, hit.snapshot.tensors, hit.length)
+        request.settled = request.stats.cached_tokens = hit.length
         request.snapshot_at = self._points(request)
         return True
 

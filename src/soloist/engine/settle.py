@@ -14,11 +14,12 @@ from soloist.engine.memory import Memory
 from soloist.engine.request import Event, Phase, Request
 from soloist.engine.reuse import Reuse
 from soloist.engine.runner import Runner
-from soloist.engine.scheduler import GRID, IDLE_SLICE_TOKENS, PrefillSlice
+from soloist.engine.scheduler import GRID, PrefillSlice
 from soloist.sampling.params import SamplingParams
 
 log = logging.getLogger("soloist.engine")
 
+SLICE_TOKENS = 128  # how long a request that arrives meanwhile may have to wait
 BACKLOG = 64  # turns waiting to be settled; older ones are forgotten first (their next turn prefills them)
 
 
@@ -60,7 +61,7 @@ class Settler:
                 return  # no room even though nothing runs: the next turn will prefill it
             turn.phase = Phase.PREFILL
             self._current = turn
-        tokens = min(self._end(turn) - turn.settled, IDLE_SLICE_TOKENS)
+        tokens = min(self._end(turn) - turn.settled, SLICE_TOKENS)
         if turn.snapshot_at:
             tokens = min([tokens, *(p - turn.settled for p in turn.snapshot_at if p > turn.settled)])
         if tokens > 0:
