@@ -10,17 +10,20 @@ from pathlib import Path
 import torch
 
 from soloist.cache.kv import KVStore
-from soloist.cache.pages import PAGE, PageAllocator
+from soloist.cache.pages import PAGE, PageAllocator, pages_for
 from soloist.cache.recurrent import RecurrentState, StateShapes
 from soloist.cache.tiles import make_store
 from soloist.checkpoint.reader import Checkpoint, open_checkpoint
 from soloist.engine.caching import build_reuse
 from soloist.engine.capacity import SHORT, choices, size_pool
-from soloist.engine.drafters import build_speculation
+from soloist.engine.drafters import build_speculation, tap_layers
 from soloist.engine.engine import Engine
+from soloist.engine.graphs import GraphedModel
 from soloist.engine.memory import Memory
-from soloist.engine.selfcheck import MEANING, cached_check, check_contracts, check_products
+from soloist.engine.selfcheck import MEANING, ROWS, cached_check, check_contracts, check_products
 from soloist.errors import SettingError
+from soloist.models.card import CardShapes
+from soloist.models.card_loader import CardLoader
 from soloist.models.layers import Loader
 from soloist.models.qwen3_5 import Qwen35
 from soloist.models.state import Caches
@@ -31,6 +34,8 @@ from soloist.settings import KNOBS, Settings
 
 Progress = Callable[[str, int, int], None]
 log = logging.getLogger("soloist.engine")
+
+MAX_ROWS = 64  # of all requests together: twice the largest row tile of the 4-bit products
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -52,10 +57,17 @@ def build_engine(settings: Settings, progress: Progress | None = None, keep_sess
     dtype = _dtype(settings, device)
     torch.set_num_threads(settings.threads or os.cpu_count() or 1)
     torch.set_grad_enabled(False)
-    model, degraded = _model(settings, checkpoint, device, dtype, progress)
+    load = _on_card if device.type == "cuda" else _on_cpu
+    model, degraded = load(settings, checkpoint, device, dtype, progress)
     chosen = choices(settings, checkpoint, str(dtype).removeprefix("torch."), device)
     pages, max_len = size_pool(settings, checkpoint, chosen, device)
     memory = _memory(settings, checkpoint, device, dtype, chosen, pages, max_len)
+    if isinstance(model, GraphedModel):
+        shapes = card_shapes(settings.max_seqs, settings.verify_rows, pages_for(max_len), pages)
+        model.prepare(shapes, memory.kv, memory.state, tap_layers(settings, checkpoint))
+        if progress:
+            progress("graphs", 0, 1)
+        model.capture()
     speculation = build_speculation(settings, checkpoint, model, memory)
     prints = digest(fingerprint(device, dtype, DTYPES[settings.state_dtype], model.product))
     return Engine(
@@ -81,7 +93,46 @@ def _reported(settings: Settings) -> dict[str, str]:
     return {n: k.show(getattr(settings, n)) for n, k in KNOBS.items() if not k.secret and n not in private}
 
 
-def _model(
+def card_shapes(max_seqs: int, verify_rows: int, context_pages: int, pool_pages: int) -> CardShapes:
+    """Buffers of the largest step: every request with its rows, up to MAX_ROWS rows in all."""
+    rows = max(verify_rows, min(max_seqs * verify_rows, MAX_ROWS))
+    from soloist.ops.triton.attention import SPLIT
+
+    splits = pool_pages * PAGE // SPLIT + 2 * max_seqs
+    return CardShapes(
+        rows=rows,
+        requests=max_seqs + 1,
+        pages=context_pages + 1,
+        branches=rows // 2,
+        splits=verify_rows * splits + rows,
+    )
+
+
+def _on_card(
+    settings: Settings, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, progress: Progress | None
+) -> tuple[Qwen35, tuple[str, ...]]:
+    """Load onto the card; the contracts are checked on the eager sequence, which the graphs repeat."""
+    if dtype is torch.float32:
+        raise SettingError("DTYPE=float32 has no kernels on a card.", "Set DTYPE=bfloat16, or DEVICE=cpu.")
+    state_dtype = DTYPES[settings.state_dtype]
+    plain = (SHORT[str(dtype).removeprefix("torch.")],) * 2
+    follow = progress and (lambda done, total: progress("layers", done, total))
+    model = GraphedModel(CardLoader(checkpoint, device, dtype), checkpoint.config, follow)
+    model.mode = settings.graphs
+    prints = fingerprint(device, dtype, state_dtype, model.product) | {"model": checkpoint.fingerprint()}
+
+    def fresh(slots: int, pages: int) -> Caches:
+        caches = Caches(*_caches(checkpoint, device, dtype, state_dtype, slots, pages, plain))
+        model.prepare(card_shapes(slots, ROWS, pages, pages), caches.kv, caches.state, ())
+        return caches
+
+    broken = cached_check(digest(prints), lambda: check_contracts(model, fresh))
+    for contract in broken:
+        log.warning("%s", MEANING[contract])
+    return model, tuple(f"{MEANING[contract]}." for contract in broken)
+
+
+def _on_cpu(
     settings: Settings, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, progress: Progress | None
 ) -> tuple[Qwen35, tuple[str, ...]]:
     """Load with the first product whose rows stand alone here; say which contracts are off if there is none."""

@@ -20,6 +20,7 @@ from soloist.engine.memory import Memory
 from soloist.engine.speculation import NoSpeculation, Speculation
 from soloist.engine.speculator import SpeculationConfig, Speculator
 from soloist.errors import SettingError
+from soloist.models.card_loader import CardLoader
 from soloist.models.dflash2 import DFlash2
 from soloist.models.layers import Loader
 from soloist.models.mtp import MTPModule, truncated_head
@@ -56,6 +57,14 @@ def drafter_kind(settings: Settings, checkpoint: Checkpoint) -> Kind:
             f"SPEC=dflash2, but {checkpoint.directory} has no drafter.", "Set DRAFTER to its directory, or SPEC=none."
         )
     return settings.spec
+
+
+def tap_layers(settings: Settings, checkpoint: Checkpoint) -> tuple[int, ...]:
+    """The target's layers whose outputs the drafter reads."""
+    where = drafter_directory(settings, checkpoint)
+    if drafter_kind(settings, checkpoint) != "dflash2" or where is None:
+        return ()
+    return open_checkpoint(where, "drafter").drafter_config.tap_layers
 
 
 def lookup_config(settings: Settings) -> LookupConfig | None:
@@ -118,11 +127,15 @@ def build_speculation(settings: Settings, checkpoint: Checkpoint, model: Qwen35,
     return Speculator(drafter, config)
 
 
+def _loader(source: Checkpoint, device: torch.device, dtype: torch.dtype) -> Loader:
+    return CardLoader(source, device, dtype) if device.type == "cuda" else Loader(source, device, dtype)
+
+
 def _head(
     settings: Settings, checkpoint: Checkpoint, model: Qwen35, dtype: torch.dtype
 ) -> tuple[Linear, torch.Tensor | None]:
     """The product drafts read their logits from, and the token ids of its rows (None: the vocabulary)."""
-    load = Loader(checkpoint, model.device, dtype)
+    load = _loader(checkpoint, model.device, dtype)
     if settings.mtp_draft_vocab and checkpoint.has_draft_head:
         ids = checkpoint.draft_vocab().to(model.device)
         return truncated_head(load, ids, stored=True), ids
@@ -131,7 +144,7 @@ def _head(
 
 def _mtp(settings: Settings, checkpoint: Checkpoint, model: Qwen35, memory: Memory, dtype: torch.dtype) -> MTPDrafter:
     head, ids = _head(settings, checkpoint, model, dtype)
-    module = MTPModule(Loader(checkpoint, model.device, dtype), checkpoint.config, model.embedding, head, ids)
+    module = MTPModule(_loader(checkpoint, model.device, dtype), checkpoint.config, model.embedding, head, ids)
     codec = DenseCodec(dtype, str(dtype).removeprefix("torch."))
     kv = KVStore(
         layers=1,
@@ -165,5 +178,5 @@ def _dflash2(
             "Set DRAFTER to the drafter made for this model.",
         )
     head, ids = _head(settings, checkpoint, model, dtype)
-    drafter = DFlash2(Loader(source, model.device, dtype), config, model.embedding, head, ids)
+    drafter = DFlash2(_loader(source, model.device, dtype), config, model.embedding, head, ids)
     return DFlash2Drafter(drafter, memory.state.slots)

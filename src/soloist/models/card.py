@@ -261,6 +261,11 @@ class CardModel(Qwen35):
         rows.add_norm(x, pending, self.norm, c.eps, h)
         _decode(self.head, h, b.logits[:count])
 
+    def results(self, count: int) -> dict[str, torch.Tensor]:
+        """Copies of what a step of `count` rows left behind, by name."""
+        b = self._buffers
+        return {name: getattr(b, name)[:count].clone() for name in ("h", "logits", "taps")}
+
     def _row_tables(self, count: int) -> dict[str, torch.Tensor]:
         per_row = ("tokens", "positions", "request", "parent", "keep", "parts", "taps", "lanes")
         return {name: t[:count] if name in per_row else t for name, t in self.tables.card.items()}

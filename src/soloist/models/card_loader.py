@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from soloist.models.layers import Loader, Source
-from soloist.ops.card_products import CardLinear, fused_card_linear
+from soloist.ops.card_products import CardLinear, card_linear, fused_card_linear
+from soloist.ops.linear import Weight
 
 
 class CardLoader(Loader):
@@ -19,3 +20,6 @@ class CardLoader(Loader):
 
     def linear(self, modules: Sequence[str], pad: int = 1) -> CardLinear:
         return fused_card_linear([self.source.weight(m) for m in modules], self.device, self.dtype, pad)
+
+    def of(self, weight: Weight) -> CardLinear:
+        return card_linear(weight, self.device, self.dtype)

@@ -33,7 +33,7 @@ class GroupedConv:
         self.groups = config.hidden_size // config.conv_group
         kernel = load.source.weight(f"{prefix}.kernel_projection").dequantize()
         kernel = kernel.view(2, self.taps, self.groups, -1).flip(1).flatten(0, 2).contiguous()
-        self.projection = load.product(DenseWeight(kernel), load.device, load.dtype)
+        self.projection = load.of(DenseWeight(kernel))
         base = load.vector(f"{prefix}.base_kernel").flip(1)
         self.base = base.view(2, 1, 1, self.taps, self.groups, self.group).contiguous()
 

@@ -40,7 +40,10 @@ class Loader:
 
     def linear(self, modules: Sequence[str], pad: int = 1) -> Linear:
         """One product over the stacked rows of `modules`, each padded with zero rows to a multiple of `pad`."""
-        weight = stack_dense([self.source.weight(m) for m in modules], pad)
+        return self.of(stack_dense([self.source.weight(m) for m in modules], pad))
+
+    def of(self, weight: Weight) -> Linear:
+        """A product over a weight at hand."""
         return self.product(weight, self.device, self.dtype)
 
     def factor(self, name: str, offset: float = 1.0) -> torch.Tensor:

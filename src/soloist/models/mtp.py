@@ -32,7 +32,7 @@ def truncated_head(load: Loader, ids: torch.Tensor, stored: bool) -> Linear:
     if stored:
         return load.linear([STORED_HEAD])
     rows = load.source.weight("lm_head").rows(ids)
-    return load.product(DenseWeight(rows), load.device, load.dtype)
+    return load.of(DenseWeight(rows))
 
 
 class MTPModule:

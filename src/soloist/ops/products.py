@@ -50,6 +50,8 @@ class PackedLinear(Linear):
             return "runs on a CPU only"
         if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
             return "this torch build has no oneDNN"
+        if dtype not in (torch.float32, torch.bfloat16):
+            return f"no {dtype} product"
         if dtype is torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
             return "oneDNN has no bf16 product on this CPU"
         return None

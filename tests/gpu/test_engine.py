@@ -1,0 +1,78 @@
+"""E1, E2 and E3 on a card: the bundled demo in bf16 and in W4A16, eager and captured."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from cache.arms import Arm, text
+from soloist import demo
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+TOKENS = 64
+ARMS = {
+    "mtp chain": {"spec": "mtp", "tree": "0", "lookup": "0"},
+    "mtp tree and lookup": {"spec": "mtp", "tree": "1", "lookup": "1"},
+    "dflash2 tree": {"spec": "dflash2", "tree": "1", "lookup": "1"},
+    "eager": {"spec": "mtp", "graphs": "off"},
+    "checked": {"spec": "mtp", "graphs": "check"},
+}
+
+
+@pytest.fixture(scope="module", params=["int8 weights in bf16", "W4A16"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if request.param != "W4A16":
+        return demo.path()
+    from gpu.w4 import demo_in_w4
+
+    return demo_in_w4(tmp_path_factory.mktemp("w4") / "demo")
+
+
+def _prompts(vocab: int) -> list[list[int]]:
+    return [text(n, vocab - 64, seed=n) for n in (5, 63, 64, 65, 200, 300, 700)]
+
+
+@pytest.fixture(scope="module")
+def plain(model: Path) -> dict[int, tuple]:
+    with Arm(model, device="cuda", spec="none", lookup="0", prefix_cache="0") as arm:
+        assert arm.engine.status().degraded == ()
+        prompts = _prompts(arm.engine.vocab_size)
+        return {i: arm.ask(p, TOKENS).bits for i, p in enumerate(prompts)}
+
+
+@pytest.mark.parametrize("name", ARMS)
+def test_speculation_changes_no_bit(model: Path, plain: dict[int, tuple], name: str) -> None:
+    with Arm(model, device="cuda", prefix_cache="0", **ARMS[name]) as arm:
+        prompts = _prompts(arm.engine.vocab_size)
+        for i, prompt in enumerate(prompts):
+            assert arm.ask(prompt, TOKENS).bits == plain[i], f"prompt {i}"
+        drafted = arm.engine.counters["drafted"]
+        assert drafted > 0
+
+
+def test_company_changes_no_bit(model: Path, plain: dict[int, tuple]) -> None:
+    with Arm(model, device="cuda", spec="mtp", prefix_cache="0") as arm:
+        prompts = _prompts(arm.engine.vocab_size)
+        for seed in range(5):
+            order = random.Random(seed).sample(range(len(prompts)), len(prompts))
+            running = {i: arm.start(prompts[i], TOKENS) for i in order}
+            for i, pending in running.items():
+                assert pending.answer().bits == plain[i], f"request {i} in {order}"
+
+
+def test_warm_equals_cold(model: Path, plain: dict[int, tuple]) -> None:
+    with Arm(model, device="cuda", spec="mtp") as arm:
+        prompts = _prompts(arm.engine.vocab_size)
+        for round_ in range(2):
+            for i, prompt in enumerate(prompts):
+                answer = arm.ask(prompt, TOKENS)
+                assert answer.bits == plain[i], f"prompt {i}, round {round_}"
+                arm.quiet()
+        assert answer.cached > 0
