@@ -15,7 +15,8 @@ class Scripted(NoSpeculation):
     """Trees around the true continuation, broken off at a random depth and surrounded by wrong tokens.
 
     answers   prompt -> the tokens to come
-    shape     "chain", "tree" (the true path is one branch among wrong ones) or "wrong" (nothing is right)
+    shape     "chain", "tree" (the true path is one branch among wrong ones), "wrong" (nothing is right), or a number:
+              chains of so many tokens, all right
     """
 
     name = "scripted"
@@ -37,7 +38,9 @@ class Scripted(NoSpeculation):
 
     def _proposal(self, request: Request, limit: int) -> Proposal:
         rng = self.random
-        truth = list(self.answers[tuple(request.prompt)])[len(request.output) :]
+        truth = list(self.answers.get(tuple(request.prompt), ()))[len(request.output) :]
+        if self.shape.isdigit():
+            return Proposal.chain(truth[: min(limit, int(self.shape))], "scripted")
         size = rng.randrange(0, limit + 1)
         right = 0 if self.shape == "wrong" else rng.randrange(0, min(size, len(truth)) + 1)
         tokens: list[int] = []
