@@ -14,7 +14,7 @@ from soloist.bench.client import Client
 PLACES = ("harbour", "mill", "orchard", "quarry", "lighthouse", "bakery", "ferry", "library", "workshop", "station")
 PARTS = ("pump", "gate", "sensor", "archive", "camera", "boiler", "ledger", "mirror", "queue", "meter")
 VERBS = ("check", "drain", "restart", "rotate", "seal", "compare", "label", "export", "restore", "measure")
-PEOPLE = ("Agnete", "Bo", "Carla", "Dines", "Elin", "Frode", "Gerda", "Holger", "Ines", "Jonas", "Karla", "Ludvig")
+PEOPLE = ("Anna", "Tom", "Mia", "Sam", "Lily", "Peter", "Clara", "Max", "Emma", "Noah", "Oliver", "Ida")
 DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
 
 
@@ -81,8 +81,9 @@ def _section(rng: random.Random, number: int, document: Document) -> list[str]:
 def tasks(document: Document, copy_lines: int) -> list[tuple[str, str]]:
     """The six tasks: (name, instruction). The document itself goes before the instruction."""
     question, _ = document.facts[len(document.facts) // 2]
+    what = "text" if copy_lines >= len(document.lines) else f"first {copy_lines} lines of the text"
     return [
-        ("copy", f"Reproduce the first {copy_lines} lines of the document above exactly, character by character."),
+        ("copy", f"Repeat the {what} above exactly."),
         ("commands", "List every shell command of the document, one per line, exactly as written and in order."),
         ("shorten", "Rewrite the document at a third of its length. Keep every command exactly as it is."),
         ("quote", "Quote the three most important sentences word for word and explain each in two sentences."),
@@ -107,13 +108,55 @@ def copied_prefix(expected: str, answer: str) -> int:
     return matched
 
 
+SUBJECTS = (
+    "My brother",
+    "The baker",
+    "An old sailor",
+    "Our teacher",
+    "The postman",
+    "A tired dog",
+    "My aunt",
+    "The miller",
+)
+ACTIONS = (
+    "mended the gate with a piece of wire", "counted the shells twice", "told a story about the war",
+    "carried wet wood to the stove", "looked for the lost key", "sang a song nobody knew", "drank cold tea",
+    "wrote a letter to the king", "painted the boat green",
+)  # fmt: skip
+ENDS = (
+    "before the rain began", "while the children slept", "on the way to the river", "under the apple tree",
+    "when the lamps were lit", "in the middle of the market", "because the winter was long",
+)  # fmt: skip
+
+
+def make_prose(characters: int, seed: int = 0) -> str:
+    """Plain sentences, one a line, none twice before all have been used: hay for needles."""
+    rng = random.Random(f"prose-{seed}")
+    sentences = [f"{s} {a} {e}." for s in SUBJECTS for a in ACTIONS for e in ENDS]
+    rng.shuffle(sentences)
+    lines: list[str] = []
+    size = 0
+    while size < characters:
+        lines.append(sentences[len(lines) % len(sentences)])
+        size += len(lines[-1]) + 1
+    return "\n".join(lines)
+
+
 CHARACTERS_PER_TOKEN = 3.6
 """Used where a server has no `/tokenize`; this text is rich in digits and names."""
 
 
 async def document_of_tokens(client: Client, tokens: int, seed: int = 0) -> Document:
     """A document of about `tokens` tokens by the server's own tokenizer (within one section)."""
-    sample = make_document(4000, seed=-1).text
+    return make_document(int(tokens * await _ratio(client, make_document(4000, seed=-1).text)), seed)
+
+
+async def prose_of_tokens(client: Client, tokens: int, seed: int = 0) -> str:
+    """`make_prose` of about `tokens` tokens (within one sentence)."""
+    return make_prose(int(tokens * await _ratio(client, make_prose(4000, seed=-1))), seed)
+
+
+async def _ratio(client: Client, sample: str) -> float:
+    """Characters per token of a text on this server."""
     counted = await client.count_tokens(sample)
-    ratio = len(sample) / counted if counted else CHARACTERS_PER_TOKEN
-    return make_document(int(tokens * ratio), seed)
+    return len(sample) / counted if counted else CHARACTERS_PER_TOKEN

@@ -26,6 +26,7 @@ async def describe_run(client: Client, argv: list[str]) -> dict[str, Any]:
         "command": "soloist " + " ".join(argv),
         "machine": machine(),
         "server_on_this_machine": local,
+        "load_average": [round(x, 1) for x in os.getloadavg()],
         "versions": versions(),
         "commit": commit(),
         "server": await describe_server(client),

@@ -313,6 +313,20 @@ def quality(
 
 
 @app.command()
+def step(
+    synthetic: Annotated[str, typer.Option(help="Shape to build random weights of.")] = "qwen3.8-27b",
+    layers: Annotated[int, typer.Option(min=1, help="Decoder layers.")] = 64,
+    rows: Annotated[str, typer.Option(help="Rows of one request's step, comma-separated.")] = "1,5,8,16",
+    contexts: Annotated[str, typer.Option(help="Context lengths in tokens, comma-separated.")] = "1024,25600",
+    state_dtype: Annotated[str, typer.Option(help="float32 or float16.")] = "float16",
+) -> None:
+    """One verify step on this card from inside: milliseconds against the bandwidth floor. Needs no server."""
+    from soloist.bench.step import main
+
+    main(synthetic, layers, tuple(numbers(rows, "--rows")), tuple(numbers(contexts, "--contexts")), state_dtype)
+
+
+@app.command()
 def report(
     runs: Annotated[list[Path], typer.Argument(help="JSON files that `soloist bench` wrote.")],
     out: Annotated[Path, typer.Option(help="Markdown file to write; PNGs go beside it.")] = Path("report.md"),

@@ -2,8 +2,8 @@
 
 The file is JSON: {"needles": [{"needle", "question", "answer", "opening"}], "haystack": optional path of a text}.
 `opening` is how the reply begins; when given it is put into the assistant's turn (`continue_final_message`), which lets
-a model that is too small to follow instructions show whether it still reaches the fact. Without a haystack the
-generated handbook of the document scenario is used.
+a model that is too small to follow instructions show whether it still reaches the fact. Without a haystack,
+generated sentences are used.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from soloist.bench.client import Answer
-from soloist.bench.document_text import document_of_tokens
+from soloist.bench.document_text import prose_of_tokens
 from soloist.bench.run import GREEDY, Context
 from soloist.errors import UserError
 
@@ -68,7 +68,7 @@ def place(hay: str, needle: str, depth: float) -> str:
 
 async def find(context: Context, needle: Needle, hay: str | None, tokens: int, depth: float, max_tokens: int) -> Find:
     """Ask once, greedily."""
-    text = (await document_of_tokens(context.client, tokens, seed=tokens)).text if hay is None else hay[: tokens * 4]
+    text = await prose_of_tokens(context.client, tokens, seed=tokens) if hay is None else hay[: tokens * 4]
     messages = [{"role": "user", "content": f"{place(text, needle.needle, depth)}\n\n{needle.question}"}]
     fields: dict[str, Any] = dict(GREEDY)
     if needle.opening:

@@ -74,7 +74,7 @@ async def run(context: Context, only: str | None = None) -> Result:
             detail, outcome = f"the reply has another shape ({type(fault).__name__}: {fault})", "FAIL"
         if outcome == "FAIL":
             result.failures.append(f"{name}: {detail}")
-        table.rows.append({"feature": name, "outcome": outcome, "detail": detail})
+        table.rows.append({"feature": name, "outcome": outcome, "detail": " ".join(detail.split())})
         context.tick(name)
     passed = sum(row["outcome"] == "PASS" for row in table.rows)
     result.notes.append(f"{passed} of {len(table.rows)} passed.")

@@ -144,7 +144,7 @@ async def _round(
 
 async def _hang_up(context: Context) -> None:
     """Read a few tokens of a long answer, then close the connection."""
-    task = asyncio.create_task(context.chat("Tell a very long story.", max_tokens=2000, ignore_eos=True))
+    task = asyncio.create_task(context.chat("Tell a very long story.", max_tokens=2000, ignore_eos=True, **GREEDY))
     await asyncio.sleep(HANG_UP_S)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
@@ -155,14 +155,15 @@ async def _idle(context: Context, this: Round) -> Samples | None:
     deadline = time.perf_counter() + IDLE_S
     while True:
         samples = await context.client.metrics()
-        busy = samples.first("vllm:num_requests_running") if samples else None
-        if not busy:
-            slots = samples.first(*SLOT_GAUGES) if samples else None
-            if slots:
-                this.different.append(f"{slots:.0f} state slots are held although nothing runs")
+        if samples is None:
+            return None
+        # A slot without a request is a turn being settled; that ends by itself too.
+        busy, slots = samples.first("vllm:num_requests_running"), samples.first(*SLOT_GAUGES)
+        if not busy and not slots:
             return samples
         if time.perf_counter() > deadline:
-            this.different.append(f"{busy:.0f} requests still running {IDLE_S:.0f} s after the last answer")
+            what = f"{busy:.0f} requests run" if busy else f"{slots or 0:.0f} state slots are held"
+            this.different.append(f"{what} still {IDLE_S:.0f} s after the last answer")
             return samples
         await asyncio.sleep(0.1)
 
