@@ -1,7 +1,7 @@
 """`soloist bench step`: the verify step on this card at a named shape, against the time its bytes take.
 
-The model code is the engine's own (`models/card.py`); weights are random (`synthetic.py`). The roofline comes first: the
-bytes a step must read and the time they take at the measured copy bandwidth. Then ms per step, captured in a graph, by
+The model code is the engine's own (`models/card.py`); weights are random (`synthetic.py`). The roofline comes first:
+the bytes a step must read and the time they take at the measured copy bandwidth. Then ms per step, captured in a graph, by
 rows and context, with one step's milliseconds by class from the profiler. Last line: one JSON document.
 """
 

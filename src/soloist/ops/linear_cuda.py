@@ -214,6 +214,14 @@ class W4Product:
         return y
 
 
+def prefill_shared(zeros: bool, shared_limit: int) -> tuple[int, int]:
+    """(dynamic shared memory, stages) of the prefill kernel: at most four stages of a 128 x 256 tile's unit."""
+    rows = W4Prefill.TILE * (2 * UNIT_K + 16)
+    stage = TILE_N * UNIT_K // 2 + rows + 2 * TILE_N + (TILE_N if zeros else 0)
+    stages = min(4, (shared_limit - 1024) // stage)
+    return max(stages * stage, W4Prefill.TILE * (TILE_N + 8) * 2), stages
+
+
 class W4Prefill:
     """The prefill product over the same packed weight: any number of rows, one tile (128 x 256), one K order."""
 
@@ -224,16 +232,14 @@ class W4Prefill:
 
     def _kernel(self) -> nvrtc.Kernel:
         zeros = self.weight.zeros is not None
-        row_bytes = self.TILE * (2 * UNIT_K + 16)
-        stage = TILE_N * UNIT_K // 2 + row_bytes + 2 * TILE_N + (TILE_N if zeros else 0)
-        stages = min(4, (self.workspace.shared_limit - 1024) // stage)
+        shared, stages = prefill_shared(zeros, self.workspace.shared_limit)
         macros = {
             "STAGES": stages,
             "HAS_ZEROS": int(zeros),
             "SCALE_BF16": int(self.weight.scales.dtype == torch.bfloat16),
         }
         return nvrtc.load(
-            "w4a16_prefill", "w4a16_prefill", self.workspace.arch, tuple(macros.items()), 256, stages * stage,
+            "w4a16_prefill", "w4a16_prefill", self.workspace.arch, tuple(macros.items()), 256, shared,
             "ppppp" + "iiiiiii", False, self._cache,
         )  # fmt: skip
 

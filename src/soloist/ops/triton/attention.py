@@ -189,7 +189,7 @@ def verify_attention(
     _recent[(rows, kv, 2)](
         q, k_rows, v_rows, keys, values, pages, table["request"], table["positions"], table["settled"], table["lanes"],
         table["parts"], partials.acc, partials.top, partials.total, scale, pages_stride, table["lanes"].stride(0),
-        heads, kv, dim, max(16, triton.next_power_of_2(group)), SPLIT, PAGE, num_warps=4, num_stages=2,
+        heads, kv, dim, max(16, triton.next_power_of_2(group)), SPLIT, PAGE, num_warps=4, num_stages=1,
     )  # fmt: skip
     _combine[(rows, heads)](
         partials.acc, partials.top, partials.total, table["parts"], table["positions"], qkv, out, qkv.stride(0),

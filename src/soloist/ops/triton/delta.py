@@ -5,7 +5,8 @@ replays the accepted rows of the record afterwards, all layers in one launch: `_
 a token meets a state, so folding is bit-identical to having decoded the tokens one by one. References:
 `ops/conv.py`, `ops/gated_delta.py`.
 
-What can go wrong: a row whose parent is not the row before it needs the parent's state; rows with such a child
+What can go wrong: a compiler that fuses multiply and add in one kernel and not in the other (fusion is off in both).
+A row whose parent is not the row before it needs the parent's state; rows with such a child
 (`keep`) leave theirs in a scratch buffer.
 """
 
@@ -62,14 +63,14 @@ def _prepare(
         tl.store(v_out + (row * HV + at) * DV + cols, y, mask=inside)
     else:
         heads = tl.arange(0, GATES)
-        inside = heads < HV
-        b = tl.load(ba + row * ba_stride + heads, mask=inside, other=0.0).to(tl.float32)
-        a = tl.load(ba + row * ba_stride + ba_half + heads, mask=inside, other=0.0).to(tl.float32)
-        a += tl.load(dt_bias + heads, mask=inside, other=0.0)
+        real = heads < HV
+        b = tl.load(ba + row * ba_stride + heads, mask=real, other=0.0).to(tl.float32)
+        a = tl.load(ba + row * ba_stride + ba_half + heads, mask=real, other=0.0).to(tl.float32)
+        a += tl.load(dt_bias + heads, mask=real, other=0.0)
         softplus = tl.where(a > 20.0, a, tl.log(1.0 + tl.exp(tl.minimum(a, 20.0))))
-        g = softplus * tl.load(negative_a + heads, mask=inside, other=0.0)
-        tl.store(decay_out + row * HV + heads, tl.exp(g), mask=inside)
-        tl.store(beta_out + row * HV + heads, 1.0 / (1.0 + tl.exp(-b)), mask=inside)
+        g = softplus * tl.load(negative_a + heads, mask=real, other=0.0)
+        tl.store(decay_out + row * HV + heads, tl.exp(g), mask=real)
+        tl.store(beta_out + row * HV + heads, 1.0 / (1.0 + tl.exp(-b)), mask=real)
 
 
 def prepare(
@@ -171,7 +172,7 @@ def walk(
     bv = min(32, dv)
     _walk[(value_heads, dv // bv, slots.numel())](
         states, q, k, v, decay, beta, out, scratch, slots, starts, counts, parent, keep,
-        key_heads, value_heads, dk, dv, bv, num_warps=2,
+        key_heads, value_heads, dk, dv, bv, num_warps=2, enable_fp_fusion=False,
     )  # fmt: skip
 
 
@@ -250,7 +251,7 @@ def fold(
     _fold[(layers, value_heads * (dv // bv), requests)](
         states, conv, k, v, decay, beta, u, taps, path, lengths, slots,
         states.stride(0), conv.stride(0), k.stride(0), v.stride(0), decay.stride(0), u.stride(0), u.stride(1),
-        path.stride(0), key_heads, value_heads, dk, dv, bv, num_warps=2,
+        path.stride(0), key_heads, value_heads, dk, dv, bv, num_warps=2, enable_fp_fusion=False,
     )  # fmt: skip
     block = 1024
     _settle_conv[(layers, triton.cdiv(channels, block), requests)](

@@ -1,0 +1,232 @@
+"""Compile every kernel for a card that is not here: `python -m soloist.ops.aot 80 86 89 90 120`.
+
+Triton is given a driver that only names a target and stops after the compiler; each kernel's own wrapper runs on CPU tensors
+of the 27B's and the demo's shapes, so what is compiled is what a step launches. CUDA C++ kernels go through NVRTC. The
+table shows registers, spills and shared memory; a kernel that exceeds its card fails the run.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+# Shared memory a block may have, bytes, by compute capability.
+SHARED_LIMIT = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 120: 101376}
+REGISTER_LIMIT = 255
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """One kernel for one card. `spills` in bytes of local memory, None where the tool did not say."""
+
+    name: str
+    arch: int
+    registers: int
+    spills: int
+    shared: int
+    warps: int
+
+    def excess(self) -> str | None:
+        """Why the card cannot launch it, or None."""
+        if self.shared > SHARED_LIMIT[self.arch]:
+            return f"{self.shared} bytes of shared memory, sm_{self.arch} has {SHARED_LIMIT[self.arch]}"
+        if self.registers * self.warps * 32 > 65536:
+            return f"{self.registers} registers x {self.warps * 32} threads exceed the file of 65536"
+        return None
+
+
+class _Target:
+    """The part of a Triton driver that the compiler asks."""
+
+    def __init__(self, arch: int) -> None:
+        from triton.backends.compiler import GPUTarget
+
+        self._target = GPUTarget("cuda", arch, 32)
+
+    def get_current_target(self) -> Any:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return self._target.arch
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+@contextmanager
+def compiling(arch: int, seen: list[tuple[str, Any]]) -> Iterator[None]:
+    """Inside, launching a Triton kernel compiles it for sm_`arch` and appends (name, compiled kernel) to `seen`."""
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    original = JITFunction.run
+
+    def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        kernel = original(self, *args, grid=grid, warmup=True, **kwargs)
+        seen.append((self.fn.__name__, kernel))
+        return kernel
+
+    before = driver._active
+    driver.set_active(_Target(arch))
+    JITFunction.run = run
+    try:
+        yield
+    finally:
+        JITFunction.run = original
+        driver._active = before
+
+
+def _usage(cubin: bytes) -> tuple[int, int]:
+    """(registers, bytes of local memory) from Triton's own cuobjdump."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run(
+            [str(tool), "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    registers = max(int(n) for n in re.findall(r"REG:(\d+)", text))
+    return registers, max(int(n) for n in re.findall(r"STACK:(\d+)", text))
+
+
+def triton_kernels(arch: int, calls: dict[str, Callable[[], object]]) -> list[Compiled]:
+    """Every kernel that `calls` launch, compiled for sm_`arch`."""
+    out = []
+    for label, call in calls.items():
+        seen: list[tuple[str, Any]] = []
+        with compiling(arch, seen):
+            call()
+        for name, kernel in seen:
+            registers, stack = _usage(kernel.asm["cubin"])
+            m = kernel.metadata
+            out.append(Compiled(f"{name} ({label})", arch, registers, stack, m.shared, m.num_warps))
+    return out
+
+
+def cuda_kernels(arch: int) -> list[Compiled]:
+    """The W4A16 products' variants, compiled for sm_`arch` by NVRTC."""
+    from soloist.ops import linear_cuda
+    from soloist.ops.cuda import nvrtc
+
+    out = []
+    for zeros in (0, 1):
+        for row_tile in linear_cuda.ROW_TILES:
+            ring = linear_cuda.plan_ring(row_tile, bool(zeros), SHARED_LIMIT[arch])
+            if ring is None:
+                continue
+            macros = {"MT": row_tile, "U": ring.units, "STAGES": ring.stages, "HAS_ZEROS": zeros, "SCALE_BF16": 0}
+            macros["PDL"] = int(arch >= 90)
+            _, log = nvrtc.compile_cubin(nvrtc.source("w4a16"), arch, macros, verbose=True)
+            label = f"w4a16 ({row_tile} rows{', zeros' if zeros else ''})"
+            out.append(_from_log(label, arch, log, ring.shared, 4 * linear_cuda.K_GROUPS))
+        shared, stages = linear_cuda.prefill_shared(bool(zeros), SHARED_LIMIT[arch])
+        macros = {"STAGES": stages, "HAS_ZEROS": zeros, "SCALE_BF16": 0}
+        _, log = nvrtc.compile_cubin(nvrtc.source("w4a16_prefill"), arch, macros, verbose=True)
+        out.append(_from_log(f"w4a16_prefill{' (zeros)' if zeros else ''}", arch, log, shared, 8))
+    return out
+
+
+def _from_log(name: str, arch: int, log: str, shared: int, warps: int) -> Compiled:
+    registers = int(re.search(r"Used (\d+) registers", log).group(1))  # type: ignore[union-attr]
+    spills = int(re.search(r"(\d+) bytes spill stores", log).group(1))  # type: ignore[union-attr]
+    static = re.search(r"(\d+) bytes smem", log)
+    return Compiled(name, arch, registers, spills, shared + (int(static.group(1)) if static else 0), warps)
+
+
+def step_calls(
+    hidden: int, ffn: int, heads: int, kv: int, dim: int, rope: int, hk: int, hv: int, dk: int, state: torch.dtype
+) -> dict[str, Callable[[], object]]:
+    """The Triton launches of a verify step at one shape, on empty CPU tensors of 16-bit activations."""
+    from soloist.ops.triton import attention, delta, rows
+    from soloist.ops.triton.dense import DenseProduct
+    from soloist.ops.triton.wide import wide
+
+    t, r, pages, taps = 16, 2, 8, 4
+
+    def half(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.bfloat16)
+
+    def full(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.float32)
+
+    def index(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.int32)
+
+    channels = 2 * hk * dk + hv * dk
+    record = (full(t, hk, dk), full(t, hk, dk), full(t, hv, dk), full(t, hv), full(t, hv))
+    layered = (record[0], *(x.unsqueeze(0) for x in record[1:]))
+    u, ba = half(t, channels + hv * dk), half(t, 2 * hv)
+    states = torch.zeros(2, hv, dk, dk, dtype=state)
+    qkv = half(t, 2 * (heads + kv) * dim)
+    keys = half(pages * 64 * r, kv, dim)
+    table = {n: index(r) for n in ("starts", "counts", "settled", "slots")}
+    table |= {n: index(t) for n in ("request", "positions", "parts")}
+    table |= {"page_table": index(r, pages), "lanes": index(t, 32)}
+    partials = attention.Partials.allocate(64, heads, dim, torch.device("cpu"))
+    q, k_rows = half(t, heads, dim), half(t, kv, dim)
+    return {
+        "add_norm": lambda: rows.add_norm(half(t, hidden), half(t, hidden), full(hidden), 1e-6, half(t, hidden)),
+        "silu_mul": lambda: rows.silu_mul(half(t, 2 * ffn), half(t, ffn)),
+        "qk_prepare": lambda: rows.qk_prepare(
+            qkv, full(heads + kv, dim), table["positions"], full(rope // 2), 1e-6, q, k_rows, k_rows.clone()
+        ),
+        "verify_attention": lambda: attention.verify_attention(
+            q, k_rows, k_rows, keys, keys, table, partials, qkv, half(t, heads * dim), 0.1
+        ),
+        "settle_kv": lambda: attention.settle_kv(
+            k_rows[None], k_rows[None], keys[None], keys[None], index(r, 32), index(r), index(r), index(r, pages)
+        ),
+        "prepare": lambda: delta.prepare(
+            u, ba, half(2, taps - 1, channels), index(t, taps), index(t), index(r), full(taps, channels), full(hv),
+            full(hv), record,
+        ),
+        "walk": lambda: delta.walk(
+            states, record, full(t, hv, dk), full(2, hv, dk, dk), index(r), index(r), index(r), index(t), index(t)
+        ),
+        "fold": lambda: delta.fold(
+            states[None], half(1, 2, taps - 1, channels), layered, u[None], index(t, taps), index(r, 32), index(r),
+            index(r),
+        ),
+        "gated_norm": lambda: delta.gated_norm(full(t, hv, dk), u[:, channels:], full(dk), 1e-6, "silu", half(t, hv * dk)),
+        "dense": lambda: DenseProduct(half(2 * hv, hidden))(half(t, hidden)),
+        "wide": lambda: wide(half(t, hidden), half(ffn, hidden), None, half(t, ffn)),
+    }  # fmt: skip
+
+
+def all_calls() -> dict[str, Callable[[], object]]:
+    """The launches at 27B and demo shapes, states in fp16 and fp32."""
+    shapes = {
+        "27B, fp16": (5120, 17408, 24, 4, 256, 64, 16, 48, 128, torch.float16),
+        "27B, fp32": (5120, 17408, 24, 4, 256, 64, 16, 48, 128, torch.float32),
+        "demo": (256, 768, 4, 2, 64, 16, 2, 4, 32, torch.float32),
+    }
+    return {f"{op}, {at}": call for at, shape in shapes.items() for op, call in step_calls(*shape).items()}
+
+
+def main(archs: list[int]) -> int:
+    """Compile for every card, print the table, return the number of kernels that do not fit."""
+    failures = 0
+    for arch in archs:
+        for kernel in (*triton_kernels(arch, all_calls()), *cuda_kernels(arch)):
+            reason = kernel.excess()
+            failures += reason is not None
+            print(
+                f"sm_{arch:<4}{kernel.name:45s} {kernel.registers:4d} registers {kernel.spills:5d} B local "
+                f"{kernel.shared:7d} B shared  {reason or 'fits'}"
+            )
+    return failures
+
+
+if __name__ == "__main__":
+    sys.exit(main([int(a) for a in sys.argv[1:]] or list(SHARED_LIMIT)))
