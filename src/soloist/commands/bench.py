@@ -204,7 +204,10 @@ def soak(
         int | None, typer.Option(min=2, help="Stop after this many rounds (10 without --minutes).")
     ] = None,
     minutes: Annotated[float | None, typer.Option(min=0, help="Stop after this many minutes.")] = None,
-    streams: Annotated[int, typer.Option(min=1, help="Requests per round.")] = 6,
+    streams: Annotated[int, typer.Option(min=1, help="Requests per round.")] = 8,
+    plain: Annotated[
+        bool, typer.Option("--plain", help="Leave out thinking, schemas, tools, log-probabilities.")
+    ] = False,
 ) -> None:
     """The same mixed requests for rounds or hours: same texts, all finished, pages and memory back; exit 1 if not."""
     from soloist.bench.promptset import chat_prompts
@@ -214,7 +217,13 @@ def soak(
     _finish(
         options,
         lambda c: scenario.run(
-            c, chat_prompts(), rounds=rounds, minutes=minutes, streams=streams, max_tokens=max_tokens
+            c,
+            chat_prompts(),
+            rounds=rounds,
+            minutes=minutes,
+            streams=streams,
+            max_tokens=max_tokens,
+            features=not plain,
         ),
         "soak",
         rounds if minutes is None else None,

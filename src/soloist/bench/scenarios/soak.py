@@ -21,11 +21,13 @@ from soloist.bench.prometheus import Samples
 from soloist.bench.promptset import Prompt
 from soloist.bench.result import Column, Panel, Result, Series, Table
 from soloist.bench.run import GREEDY, Context, Send, together
+from soloist.bench.scenarios.smoke import SCHEMA, TOOL
 
 IDLE_S = 60.0
 HANG_UP_S = 0.4
 MEMORY_SLACK = 64 * 2**20  # bytes; allocators keep some freed memory
 MEMORY_GROWTH = 0.03
+_THINKING_OFF = {"chat_template_kwargs": {"enable_thinking": False}}
 PAGE_GAUGES = ("soloist:pages_used",)
 SLOT_GAUGES = ("soloist:slots_used",)
 MEMORY_GAUGES = ("process_resident_memory_bytes",)
@@ -62,8 +64,9 @@ async def run(
     *,
     rounds: int | None = None,
     minutes: float | None = None,
-    streams: int = 6,
+    streams: int = 8,
     max_tokens: int = 200,
+    features: bool = True,
     document_characters: int = 3000,
     hang_up: bool = True,
 ) -> Result:
@@ -71,7 +74,7 @@ async def run(
     result = Result(
         "soak", settings={"rounds": rounds, "minutes": minutes, "streams": streams, "max_tokens": max_tokens}
     )
-    work = _work(context, prompts, streams, max_tokens, make_document(document_characters, seed=7))
+    work = _work(context, jobs(prompts, streams, make_document(document_characters, seed=7), features), max_tokens)
     await context.warm()
     first: dict[str, str] = {}
     history: list[Round] = []
@@ -97,21 +100,52 @@ def _more(done: int, elapsed_s: float, rounds: int | None, minutes: float | None
     return (rounds is not None and done < rounds) or (minutes is not None and elapsed_s < minutes * 60)
 
 
-def _work(
-    context: Context, prompts: Sequence[Prompt], streams: int, max_tokens: int, document: Document
-) -> list[tuple[str, Send]]:
-    """Named requests: copies and prose in turn, greedy and seeded in turn; each is the same in every round."""
+@dataclass(frozen=True)
+class Job:
+    """One request, the same in every round."""
+
+    name: str
+    text: str
+    fields: dict[str, Any]
+
+
+def jobs(prompts: Sequence[Prompt], streams: int, document: Document, features: bool) -> list[Job]:
+    """Copies and prose in turn, greedy and seeded; with `features` also thinking, a JSON schema and a tool call."""
     copy = f"Repeat the following text exactly:\n\n{document.text[:1200]}"
+    seeded = {"temperature": 0.8}
+    schema = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA, "strict": True}}
+    kinds: list[tuple[str, str | None, dict[str, Any]]] = [
+        ("copy-greedy", copy, GREEDY),
+        ("prose-greedy", None, GREEDY),
+        ("copy-seeded", copy, seeded),
+        ("prose-seeded", None, seeded),
+    ]
+    if features:
+        kinds += [
+            ("json", "Invent a person. Answer in JSON.", {**GREEDY, "response_format": schema, **_THINKING_OFF}),
+            ("tool", "What is the weather in Oslo?", {**GREEDY, "tools": [TOOL], "tool_choice": "required"}),
+            ("thinking", None, {**seeded, "chat_template_kwargs": {"enable_thinking": True}}),
+            ("logprobs", None, {**GREEDY, "logprobs": True, "top_logprobs": 2}),
+        ]
+    made = []
+    for n in range(streams):
+        kind, text, fields = kinds[n % len(kinds)]
+        own = {"seed": 1000 + n} if fields.get("temperature") else {}
+        made.append(Job(f"{n}-{kind}", text or prompts[n % len(prompts)].text, {**fields, **own}))
+    return made
 
-    def make(n: int) -> tuple[str, Send]:
-        sampling: dict[str, Any] = dict(GREEDY) if n % 4 < 2 else {"temperature": 0.8, "seed": 1000 + n}
-        text = copy if n % 2 == 0 else prompts[(n // 2) % len(prompts)].text
-        name = (
-            f"{n}-{'copy' if n % 2 == 0 else prompts[(n // 2) % len(prompts)].id}-{'greedy' if n % 4 < 2 else 'seeded'}"
-        )
-        return name, lambda: context.chat(text, max_tokens=max_tokens, **sampling)
 
-    return [make(n) for n in range(streams)]
+def _work(context: Context, chosen: Sequence[Job], max_tokens: int) -> list[tuple[str, Send]]:
+    def send(job: Job) -> Send:
+        return lambda: context.chat(job.text, max_tokens=max_tokens, **job.fields)
+
+    return [(job.name, send(job)) for job in chosen]
+
+
+def said(answer: Answer) -> str:
+    """Everything an answer said, for comparison: thinking, text, calls."""
+    calls = "".join(f"\n{c['name']}{c['arguments']}" for c in answer.tool_calls)
+    return answer.reasoning + answer.text + calls
 
 
 async def _round(
@@ -128,10 +162,10 @@ async def _round(
     for (name, _), answer in zip(order, batch.answers, strict=True):
         if answer.error:
             this.different.append(f"{name}: {answer.error}")
-        elif answer.finish_reason not in ("stop", "length"):
+        elif answer.finish_reason not in ("stop", "length", "tool_calls"):
             this.different.append(f"{name}: finish_reason {answer.finish_reason!r}")
-        elif first.setdefault(name, answer.reasoning + answer.text) != answer.reasoning + answer.text:
-            this.different.append(f"{name}: {difference(first[name], answer.reasoning + answer.text)}")
+        elif first.setdefault(name, said(answer)) != said(answer):
+            this.different.append(f"{name}: {difference(first[name], said(answer))}")
     samples = await _idle(context, this)
     if samples is not None:
         this.pages = samples.first(*PAGE_GAUGES)

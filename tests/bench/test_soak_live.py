@@ -1,0 +1,53 @@
+"""Soak on the real engine: it passes on a sound server and fails on one with a fault planted in the cache."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from soloist.bench.result import Result
+from soloist.cli import app
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+FAULTY = Path(__file__).with_name("faulty_server.py")
+SOUND = "-c 'from soloist.cli import main; main()'"
+
+
+def soak(program: str, out: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[int, Result]:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2] / "src"))
+    arguments = [
+        "bench",
+        "soak",
+        "--rounds",
+        "3",
+        "--max-tokens",
+        "60",
+        "--warm-up",
+        "0",
+        "--no-plot",
+        "--name",
+        "soak",
+    ]
+    serve = f"{sys.executable} {program} serve demo --port {port}"
+    where = ["--serve", serve, "--url", f"http://127.0.0.1:{port}", "--out", str(out)]
+    done = CliRunner().invoke(app, [*arguments, *where], catch_exceptions=False)
+    assert (out / "soak.json").exists(), done.output
+    return done.exit_code, Result.read(out / "soak.json")
+
+
+def test_a_sound_server_passes(tmp_path, monkeypatch):
+    code, result = soak(SOUND, tmp_path, monkeypatch)
+    assert code == 0 and not result.failures, result.failures
+    assert [r["same"] for r in result.tables[0].rows] == [8, 8, 8]
+
+
+def test_a_fault_in_the_cache_is_found(tmp_path, monkeypatch):
+    code, result = soak(str(FAULTY), tmp_path, monkeypatch)
+    assert code == 1 and any("text differs at character" in f for f in result.failures), result.failures
