@@ -181,3 +181,16 @@ def test_the_command() -> None:
     assert done.exit_code == 0, done.output
     table = json.loads(done.output)
     assert table["pool_tokens"] > 0 and {item["name"] for item in table["items"]} >= {"layers", "reserve", "graphs"}
+
+
+def test_a_card_refuses_formats_its_kernels_do_not_read() -> None:
+    import torch
+
+    from soloist.engine.capacity import kv_formats
+    from soloist.settings import resolve
+
+    card = torch.device("cuda")
+    assert kv_formats(resolve({}, {}, {}), "bfloat16", card) == ("bf16", "bf16")
+    for knobs in ({"kv_format": "int8"}, {"kv_format_v": "fp8"}, {"ctx": "huge"}):
+        with pytest.raises(SettingError, match="kernels of a card"):
+            kv_formats(resolve(knobs, {}, {}), "bfloat16", card)
