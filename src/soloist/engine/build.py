@@ -29,13 +29,11 @@ from soloist.models.qwen3_5 import Qwen35
 from soloist.models.state import Caches
 from soloist.ops.numerics import digest, fingerprint
 from soloist.ops.products import candidates
-from soloist.planner import Choices
+from soloist.planner import MAX_ROWS, Choices
 from soloist.settings import KNOBS, Settings
 
 Progress = Callable[[str, int, int], None]
 log = logging.getLogger("soloist.engine")
-
-MAX_ROWS = 64  # of all requests together: twice the largest row tile of the 4-bit products
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
