@@ -57,9 +57,9 @@ def test_beats_rounding_on_the_calibrated_inputs() -> None:
     hessian.add(x)
     rounded = loss(weight, round_to_nearest(weight, 4, 128).dequantize(), hessian)
     plain = loss(weight, quantize_gptq(weight, factorise(hessian), 4, 128).dequantize(), hessian)
-    clipped = loss(weight, quantize_gptq(weight, factorise(hessian), 4, 128, clip_search=True).dequantize(), hessian)
+    clipped = loss(weight, quantize_gptq(weight, factorise(hessian), 4, 128, search=True).dequantize(), hessian)
     assert plain < 0.6 * rounded
-    assert clipped < rounded
+    assert clipped < 0.9 * plain
 
 
 def test_rows_are_independent() -> None:

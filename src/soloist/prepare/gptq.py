@@ -19,6 +19,7 @@ from soloist.prepare.rtn import group_scales
 
 BLOCK = 128
 DAMPING = 0.01
+MOST_CLIPPED, CLIPS = 0.7, 13
 
 
 class Hessian:
@@ -78,11 +79,11 @@ def quantize_gptq(
     bits: int,
     group: int,
     scale_dtype: torch.dtype = torch.float16,
-    clip_search: bool = False,
+    search: bool = False,
 ) -> QuantizedWeight:
     """Quantise weight [N, K] symmetrically. Rows are independent given the factor, so blocks of rows may come alone.
 
-    `clip_search` tries to shrink each group's scale (factors 0.75 .. 1) for the least squared error.
+    `search` tries several scales of either sign for each group instead of the one its extreme value asks for.
     """
     n, k = weight.shape
     upper = factor.upper
@@ -95,10 +96,15 @@ def quantize_gptq(
     scales = torch.empty(k // group, n, dtype=scale_dtype, device=w.device)
     scale = torch.ones(n, device=w.device)
     pivots = upper.diagonal().tolist()
+    importance = upper.diagonal().reciprocal().square()  # what an error in a column costs before compensation
     for start in range(0, k, width):
         end = min(start + width, k)
         if start % group == 0:
-            stored = _scales(w[start : start + group], bits, scale_dtype, clip_search)
+            here = w[start : start + group]
+            if search:
+                stored = _searched(here, importance[start : start + group], bits, scale_dtype)
+            else:
+                stored = group_scales(here.abs().amax(0), bits, scale_dtype)
             scales[start // group] = stored
             scale = stored.float()
         block = w[start:end]
@@ -113,20 +119,29 @@ def quantize_gptq(
     return QuantizedWeight(packed, scales.t().cpu().contiguous(), None, bits, group, (n, k))
 
 
-def _scales(group: torch.Tensor, bits: int, dtype: torch.dtype, clip_search: bool) -> torch.Tensor:
-    """Stored scale [N] of one group's current weights [g, N]."""
-    extreme = group.abs().amax(0)
-    if not clip_search:
-        return group_scales(extreme, bits, dtype)
+def _searched(group: torch.Tensor, importance: torch.Tensor, bits: int, dtype: torch.dtype) -> torch.Tensor:
+    """The stored scale [N] with the least error of one group's weights [g, N], inputs weighted by `importance` [g].
+
+    Candidates shrink the range, and use the code range -2^(b-1) .. 2^(b-1)-1 in full: a negative scale gives the
+    longer side to positive extremes.
+    """
     half = 1 << (bits - 1)
+    extreme = group.abs().amax(0)
+    longer = torch.where(group.amax(0) >= -group.amin(0), -1.0, 1.0)
     best = torch.full_like(extreme, torch.inf)
     chosen = group_scales(extreme, bits, dtype)
-    for factor in torch.linspace(0.75, 1.0, 11).tolist():
-        scale = group_scales(extreme * factor, bits, dtype)
-        step = scale.float()
-        lost = (torch.round(group / step).clamp_(-half, half - 1) * step - group).square().sum(0)
-        better = lost < best
-        best, chosen = torch.where(better, lost, best), torch.where(better, scale, chosen)
+    weighted = importance.unsqueeze(1)
+    for clip in torch.linspace(MOST_CLIPPED, 1.0, CLIPS).tolist():
+        shrunk = extreme * clip
+        for scale in (
+            group_scales(shrunk, bits, dtype),
+            group_scales(shrunk * (half - 1) / half, bits, dtype) * longer,
+        ):
+            stored = scale.to(dtype)
+            step = stored.float()
+            lost = ((torch.round(group / step).clamp_(-half, half - 1) * step - group).square_() * weighted).sum(0)
+            better = lost < best
+            best, chosen = torch.where(better, lost, best), torch.where(better, stored, chosen)
     return chosen
 
 

@@ -29,7 +29,8 @@ class HessianSource(Protocol):
 class Captured:
     """Hessians written by `soloist capture`. Modules that share an input share one matrix in the file."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, device: torch.device | None = None) -> None:
+        self._device = device or torch.device("cpu")
         path = directory / SUMMARY
         try:
             table = json.loads(path.read_text(encoding="utf-8"))
@@ -45,7 +46,7 @@ class Captured:
         if owner is None:
             return None
         if owner not in self._kept:
-            matrix = tensor_info(self._shard, owner).view().clone()
+            matrix = tensor_info(self._shard, owner).view().clone().to(self._device)
             hessian = Hessian(0)
             hessian.matrix, hessian.rows = matrix, self._rows[owner]
             self._kept = {owner: hessian}

@@ -51,7 +51,7 @@ class Gptq:
 
     sources: Sequence[HessianSource]
     damping: float = DAMPING
-    clip_search: bool = False
+    search: bool = True
 
     def hessian(self, module: str) -> Hessian:
         for source in self.sources:
@@ -88,7 +88,7 @@ class Quantiser:
         if recipe.method == "rtn":
             return round_to_nearest(rows, recipe.bits, recipe.group, scale_dtype)
         assert self.gptq is not None and self._factor is not None
-        return quantize_gptq(rows, self._factor, recipe.bits, recipe.group, scale_dtype, self.gptq.clip_search)
+        return quantize_gptq(rows, self._factor, recipe.bits, recipe.group, scale_dtype, self.gptq.search)
 
 
 def _row_blocks(weight: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
