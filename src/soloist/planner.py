@@ -21,6 +21,8 @@ MIB, GIB = 1 << 20, 1 << 30
 DRIVER = 330 * MIB  # a 24 GiB card shows 23.68 GiB to programs
 CONTEXT = 450 * MIB  # CUDA context, cuBLAS handles and loaded kernels of this process
 GRAPHS = 256 * MIB  # one captured graph per row bucket, sharing one pool
+MAX_ROWS = 64  # rows of all requests in one step: twice the largest row tile of the 4-bit products
+SPLIT = 256  # tokens per attention split (ops/triton/attention.py)
 KVARN_WINDOW = 400  # 16-bit tokens a request keeps beside its packed tiles
 CONTEXTS = (128, 4096, 16384, 65536)
 TARGET_PARTS = ("embed", "attention", "deltanet", "mlp", "norms", "lm_head")
@@ -107,13 +109,9 @@ def slot_items(config: ModelConfig, drafter: DrafterConfig | None, choices: Choi
     hv, dk, dv = config.linear_value_heads, config.linear_key_dim, config.linear_value_dim
     state = layers * hv * dk * dv * BYTES[choices.state_dtype]
     conv = layers * config.conv_channels * (config.conv_kernel - 1) * act
-    # Keys and values as the recurrence consumes them are fp32, like the two gates; inputs of the convolution are not.
-    keys = config.linear_key_heads * dk
-    record = layers * choices.verify_rows * ((keys + hv * dv + 2 * hv) * 4 + config.conv_channels * act)
     items = [
         Item("recurrent state", n * state, f"{n} slots x {state / MIB:.1f} MiB ({choices.state_dtype})"),
         Item("convolution state", n * conv, f"{n} slots x {conv / MIB:.1f} MiB"),
-        Item("record", n * record, f"{n} slots x {choices.verify_rows} rows"),
     ]
     if choices.spec == "dflash2" and drafter is not None:
         window = drafter.num_layers * 2 * drafter.num_kv_heads * drafter.head_dim * drafter.window * act
@@ -142,13 +140,54 @@ def weight_items(config: ModelConfig, parts: Mapping[str, int], drafter_bytes: i
     return items
 
 
-def workspace(config: ModelConfig, choices: Choices) -> int:
-    """Activations of the larger of a prefill slice and a full verify step, logits included."""
-    act = BYTES[choices.dtype]
+def step_rows(choices: Choices) -> int:
+    """Rows of the largest verify step, all requests together."""
+    return max(choices.verify_rows, min(choices.max_seqs * choices.verify_rows, MAX_ROWS))
+
+
+def step_items(config: ModelConfig, choices: Choices, taps: int = 0) -> list[Item]:
+    """Buffers of the largest verify step (`models/card.py`) and of a prefill slice. `taps`: layers a drafter reads."""
+    t, act = step_rows(choices), BYTES[choices.dtype]
+    hk, hv = config.linear_key_heads, config.linear_value_heads
+    dk, dv, kv = config.linear_key_dim, config.linear_value_dim, config.num_kv_heads * config.head_dim
+    queries = config.num_heads * config.head_dim
+    deltas, attentions = len(config.linear_layers), len(config.attention_layers)
+    # Kept until the accepted path is known: inputs of the convolution, and keys, values and gates in fp32.
+    delta = (config.conv_channels + hv * dv) * act + (hk * dk + hv * dv + 2 * hv) * 4
+    record = t * (deltas * delta + attentions * 2 * kv * act)
+    row = (
+        (3 + max(1, taps)) * config.hidden_size
+        + 3 * config.intermediate_size
+        + 2 * (queries + kv)
+        + queries
+        + max(queries, hv * dv)
+        + config.vocab_size
+        + 2 * hv
+    )
+    branches = (t // 2 + 1) * hv * dk * dv * 4
+    verify = t * (row * act + (hv * dv + hk * dk) * 4) + branches
     width = 2 * config.intermediate_size + 3 * config.hidden_size + 2 * config.conv_channels
-    verify = choices.max_seqs * choices.verify_rows
-    rows = max(choices.prefill_rows, verify)
-    return rows * width * act + verify * config.vocab_size * 4
+    return [
+        Item("record", record, f"{t} rows of {deltas + attentions} layers"),
+        Item(
+            "workspace", verify + choices.prefill_rows * width * act, f"{t} rows, or {choices.prefill_rows} of a prompt"
+        ),
+    ]
+
+
+def split_bytes(config: ModelConfig, choices: Choices) -> tuple[int, float]:
+    """Partial results of attention splits on a card: (fixed bytes, bytes per pool token)."""
+    entry = config.num_heads * (config.head_dim + 2) * 4
+    fixed = (choices.verify_rows * 2 * choices.max_seqs + step_rows(choices)) * entry
+    return fixed, choices.verify_rows * entry / SPLIT
+
+
+def pool_pages(config: ModelConfig, choices: Choices, left: int) -> int:
+    """Pages that `left` bytes hold, with the splits that attention over them needs."""
+    fixed, per_token = split_bytes(config, choices)
+    group = 2 if choices.kv_format == "kvarn" else 1
+    page = (kv_token_bytes(config, choices) + per_token) * PAGE
+    return max(0, int((left - fixed) // (page * group))) * group
 
 
 def plan(
@@ -165,18 +204,28 @@ def plan(
     items = [
         *weight_items(config, parts, drafter_bytes, choices),
         *slot_items(config, drafter, choices),
+        *step_items(config, choices, len(drafter.tap_layers) if drafter is not None else 0),
         Item("driver", DRIVER, "not visible to programs"),
         Item("CUDA context", CONTEXT, "this process, kernels included"),
         Item("graphs", GRAPHS, "captured verify steps"),
-        Item("workspace", workspace(config, choices), "activations and logits"),
         Item("reserve", choices.reserve, "kept free"),
     ]
     left = card - used - sum(item.nbytes for item in items)
-    token = kv_token_bytes(config, choices)
+    pages = pool_pages(config, choices, left)
+    fixed, per_token = split_bytes(config, choices)
+    splits = Item("attention splits", fixed + int(pages * PAGE * per_token), f"{per_token:.0f} B per pool token")
     group = 2 if choices.kv_format == "kvarn" else 1
-    pages = max(0, left) // (token * PAGE * group) * group
     context = max(0, min(config.max_position, (pages - group) * PAGE - 1))
-    return Plan(card, used, tuple(items), token, left, pages * PAGE, choices.max_seqs, context)
+    return Plan(
+        card,
+        used,
+        (*items, splits),
+        kv_token_bytes(config, choices),
+        left - splits.nbytes,
+        pages * PAGE,
+        choices.max_seqs,
+        context,
+    )
 
 
 def savings(

@@ -13,7 +13,7 @@ from soloist.checkpoint.config import DrafterConfig
 from soloist.checkpoint.reader import Checkpoint, open_checkpoint
 from soloist.engine.drafters import drafter_directory, drafter_kind
 from soloist.errors import CapacityError, SettingError
-from soloist.planner import GRAPHS, MIB, Choices, kv_token_bytes, slot_items, weight_items, workspace
+from soloist.planner import GRAPHS, MIB, Choices, pool_pages, slot_items, step_items, weight_items
 from soloist.settings import Settings
 
 CPU_CONTEXT = 8192  # MAX_LEN=auto on a CPU: more than anyone waits for
@@ -84,7 +84,7 @@ def size_pool(settings: Settings, checkpoint: Checkpoint, chosen: Choices, devic
     if settings.pool_tokens != "auto":
         pages = pages_for(settings.pool_tokens, group)
     elif device.type == "cuda":
-        pages = _pages_left(settings, checkpoint, chosen, device, group)
+        pages = _pages_left(settings, checkpoint, chosen, device)
     else:
         wanted = min(limit, CPU_CONTEXT) if settings.max_len == "auto" else settings.max_len
         pages = pages_for(wanted + 1, group) * min(settings.max_seqs, CPU_RESIDENTS)
@@ -99,7 +99,7 @@ def size_pool(settings: Settings, checkpoint: Checkpoint, chosen: Choices, devic
     return pages, min(wanted, limit, holds)
 
 
-def _pages_left(settings: Settings, checkpoint: Checkpoint, chosen: Choices, device: torch.device, group: int) -> int:
+def _pages_left(settings: Settings, checkpoint: Checkpoint, chosen: Choices, device: torch.device) -> int:
     """Pages in what the card has free now, after everything still to come."""
     free, total = torch.cuda.mem_get_info(device)
     config = checkpoint.config
@@ -107,9 +107,9 @@ def _pages_left(settings: Settings, checkpoint: Checkpoint, chosen: Choices, dev
     loaded = {"layers", "embedding", "head"}
     coming = [i for i in weight_items(config, checkpoint.nbytes(), drafter_bytes, chosen) if i.name not in loaded]
     coming += slot_items(config, drafter, chosen)
-    need = sum(item.nbytes for item in coming) + GRAPHS + workspace(config, chosen) + chosen.reserve
-    token = kv_token_bytes(config, chosen)
-    pages = max(0, free - need) // (token * PAGE * group) * group
+    coming += step_items(config, chosen, len(drafter.tap_layers) if drafter is not None else 0)
+    need = sum(item.nbytes for item in coming) + GRAPHS + chosen.reserve
+    pages = pool_pages(config, chosen, free - need)
     if pages * PAGE < settings.reserve_tokens + PAGE:
         used = total - free - torch.cuda.memory_reserved(device)
         raise CapacityError(
