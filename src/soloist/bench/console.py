@@ -126,7 +126,8 @@ def write(result: Result, options: Options) -> list[Path]:
     if not options.plot or not result.panels:
         return [data]
     picture = data.with_suffix(".png")
-    draw(result.panels, picture, title=name, footer=footer(result))
+    model = str(result.about.get("server", {}).get("model", ""))
+    draw(result.panels, picture, title=f"{result.scenario}, {model.rstrip('/').split('/')[-1]}", footer=footer(result))
     return [data, picture]
 
 
