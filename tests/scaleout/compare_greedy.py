@@ -1,0 +1,177 @@
+"""Greedy text and MTP acceptance of Soloist and vLLM on one checkpoint, written as JSON.
+
+    python tests/scaleout/compare_greedy.py CHECKPOINT --vllm PYTHON --out benchmarks/peers/vllm-greedy.json
+
+Both run in bfloat16 on token ids, so that neither template nor tokenizer matters. Where the texts part, the
+log-probabilities of both engines at that place say whether it was a near-tie. Acceptance is compared on text that both
+produce, so each draft is judged against the same tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import queue
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+TOKENS = 200
+DRAFTS = 4
+NEAR = 0.1  # nats between the two candidates, the tolerance for bfloat16
+MORE = ("Hello, who are you?", "Write a short story about a fox.")
+
+VLLM = """
+import json, sys
+from vllm import LLM, SamplingParams
+if __name__ == "__main__":
+    asked = json.load(sys.stdin)
+    more = {"enable_prefix_caching": False}
+    if asked["drafts"]:
+        more["speculative_config"] = {"method": "mtp", "num_speculative_tokens": asked["drafts"]}
+    llm = LLM(model=asked["model"], dtype="bfloat16", enforce_eager=True, max_model_len=2048, max_num_seqs=1,
+              disable_log_stats=False, **more)
+    answers = []
+    for ids, tokens in zip(asked["prompts"], asked["tokens"]):
+        logprobs = None if asked["drafts"] else 5
+        params = SamplingParams(temperature=0, max_tokens=tokens, logprobs=logprobs)
+        out = llm.generate([{"prompt_token_ids": ids}], params, use_tqdm=False)[0].outputs[0]
+        top = [{str(t): v.logprob for t, v in entry.items()} for entry in out.logprobs or []]
+        answers.append({"ids": list(out.token_ids), "top": top})
+    counters = {}
+    for metric in llm.get_metrics():
+        if "spec_decode" in metric.name:
+            counters[metric.name] = list(getattr(metric, "values", None) or [metric.value])
+    print("RESULT" + json.dumps({"answers": answers, "counters": counters}))
+"""
+
+
+def vllm(python: str, model: str, prompts: list[list[int]], tokens: list[int], drafts: int) -> dict[str, Any]:
+    """Answers (and acceptance counters) of vLLM in its own interpreter."""
+    asked = json.dumps({"model": model, "prompts": prompts, "tokens": tokens, "drafts": drafts})
+    env = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder) / "greedy.py"
+        script.write_text(VLLM)
+        done = subprocess.run([python, str(script)], input=asked, capture_output=True, text=True, env=env, timeout=1800)
+    line = next((x for x in done.stdout.splitlines() if "RESULT" in x), None)
+    if line is None:
+        sys.exit(done.stderr[-3000:])
+    return json.loads(line.split("RESULT", 1)[1])
+
+
+def ours(model: str, prompts: list[list[int]], tokens: list[int], spec: str) -> list[dict[str, Any]]:
+    """Answers of Soloist's engine with chains only, so that drafts are MTP's alone."""
+    from soloist.engine.build import build_engine
+    from soloist.engine.request import Event, Request
+    from soloist.sampling.params import SamplingParams
+    from soloist.settings import resolve
+
+    flags = {"model": model, "dtype": "bfloat16", "spec": spec, "lookup": "0", "tree": "0", "prefix_cache": "0"}
+    if spec == "mtp":
+        flags |= {"draft_tokens": str(DRAFTS), "block_rule": "saturated"}
+    engine = build_engine(resolve(flags, {}, {}))
+    answers = []
+    for ids, count in zip(prompts, tokens, strict=True):
+        events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        # The same end as vLLM's: the checkpoint's stop ids.
+        params = SamplingParams(max_tokens=count, temperature=0.0, logprobs=5, stop_ids=engine.eos_ids)
+        request = Request(list(ids), params, events.put, eos_ids=engine.eos_ids)
+        engine.submit(request)
+        got: list[int] = []
+        top: list[dict[str, float]] = []
+        while True:
+            event = events.get(timeout=600)
+            if event.error is not None:
+                raise event.error
+            got += event.tokens
+            top += [{str(e.token): e.logprob, **{str(t): v for t, v in e.top}} for e in event.logprobs or ()]
+            if event.finish_reason is not None:
+                break
+        stats = request.stats
+        answers.append(
+            {"ids": got, "top": top, "steps": stats.draft_steps, "histogram": list(stats.accepted_histogram)}
+        )
+    engine.close()
+    return answers
+
+
+def parting(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any] | None:
+    """Where two answers part, and how close the two tokens were for each engine; None when they agree."""
+    for at, (x, y) in enumerate(zip(a["ids"], b["ids"], strict=False)):
+        if x != y:
+            gaps = [abs(t[at].get(str(x), -99.0) - t[at].get(str(y), -99.0)) for t in (a["top"], b["top"])]
+            return {
+                "token": at,
+                "ours": x,
+                "vllm": y,
+                "gap_ours": gaps[0],
+                "gap_vllm": gaps[1],
+                "near_tie": min(gaps) <= NEAR,
+            }
+    return None
+
+
+def shares(histogram: list[int]) -> list[float]:
+    """Share of steps that accepted at least j drafts, j = 1..DRAFTS."""
+    return [sum(histogram[j:]) / max(1, sum(histogram)) for j in range(1, DRAFTS + 1)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model")
+    parser.add_argument("--vllm", required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+
+    from soloist.bench.promptset import chat_prompts
+    from soloist.server.template import ChatTemplate
+    from soloist.server.tokenizer import Tokenizer
+
+    directory = Path(args.model)
+    tokenizer, template = Tokenizer.load(directory), ChatTemplate.load(directory)
+    texts = [p.text for p in chat_prompts()] + list(MORE)
+    prompts = [
+        tokenizer.encode(
+            template.render(
+                [{"role": "user", "content": t}], add_generation_prompt=True, tools=None, enable_thinking=False
+            )
+        )
+        for t in texts
+    ]
+    tokens = [TOKENS] * len(prompts)
+    theirs = vllm(args.vllm, args.model, prompts, tokens, 0)["answers"]
+    plain = ours(args.model, prompts, tokens, "none")
+    partings = [parting(a, b) for a, b in zip(plain, theirs, strict=True)]
+    common = [
+        p["token"] if p else min(len(a["ids"]), len(b["ids"])) for p, a, b in zip(partings, plain, theirs, strict=True)
+    ]
+    kept = [i for i, n in enumerate(common) if n >= 8]
+    drafted = vllm(args.vllm, args.model, [prompts[i] for i in kept], [common[i] for i in kept], DRAFTS)
+    mine = ours(args.model, [prompts[i] for i in kept], [common[i] for i in kept], "mtp")
+    histogram = [0] * (DRAFTS + 1)
+    for answer in mine:
+        for j, n in enumerate(answer["histogram"]):
+            histogram[j] += n
+    counters = drafted["counters"]
+    their_steps = counters["vllm:spec_decode_num_drafts"][0]
+    their_shares = [n / their_steps for n in counters["vllm:spec_decode_num_accepted_tokens_per_pos"]]
+    report = {
+        "model": directory.name,
+        "tokens_asked": TOKENS,
+        "equal_tokens": common,
+        "partings": partings,
+        "drafted_texts_equal": [a["ids"] == b["ids"] for a, b in zip(mine, drafted["answers"], strict=True)],
+        "acceptance": {"ours": shares(histogram), "vllm": their_shares},
+        "steps": {"ours": sum(histogram), "vllm": their_steps},
+    }
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(report, indent=1) + "\n")
+    print(json.dumps(report, indent=1))
+
+
+if __name__ == "__main__":
+    main()
