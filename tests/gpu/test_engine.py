@@ -41,7 +41,7 @@ def _prompts(vocab: int) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def plain(model: Path) -> dict[int, tuple]:
-    with Arm(model, device="cuda", spec="none", lookup="0", prefix_cache="0") as arm:
+    with Arm(model, device="cuda", pool_tokens="16384", spec="none", lookup="0", prefix_cache="0") as arm:
         assert arm.engine.status().degraded == ()
         prompts = _prompts(arm.engine.vocab_size)
         return {i: arm.ask(p, TOKENS).bits for i, p in enumerate(prompts)}
@@ -49,7 +49,7 @@ def plain(model: Path) -> dict[int, tuple]:
 
 @pytest.mark.parametrize("name", ARMS)
 def test_speculation_changes_no_bit(model: Path, plain: dict[int, tuple], name: str) -> None:
-    with Arm(model, device="cuda", prefix_cache="0", **ARMS[name]) as arm:
+    with Arm(model, device="cuda", pool_tokens="16384", prefix_cache="0", **ARMS[name]) as arm:
         prompts = _prompts(arm.engine.vocab_size)
         for i, prompt in enumerate(prompts):
             assert arm.ask(prompt, TOKENS).bits == plain[i], f"prompt {i}"
@@ -58,7 +58,7 @@ def test_speculation_changes_no_bit(model: Path, plain: dict[int, tuple], name: 
 
 
 def test_company_changes_no_bit(model: Path, plain: dict[int, tuple]) -> None:
-    with Arm(model, device="cuda", spec="mtp", prefix_cache="0") as arm:
+    with Arm(model, device="cuda", pool_tokens="16384", spec="mtp", prefix_cache="0") as arm:
         prompts = _prompts(arm.engine.vocab_size)
         for seed in range(5):
             order = random.Random(seed).sample(range(len(prompts)), len(prompts))
@@ -68,7 +68,7 @@ def test_company_changes_no_bit(model: Path, plain: dict[int, tuple]) -> None:
 
 
 def test_warm_equals_cold(model: Path, plain: dict[int, tuple]) -> None:
-    with Arm(model, device="cuda", spec="mtp") as arm:
+    with Arm(model, device="cuda", pool_tokens="16384", spec="mtp") as arm:
         prompts = _prompts(arm.engine.vocab_size)
         for round_ in range(2):
             for i, prompt in enumerate(prompts):

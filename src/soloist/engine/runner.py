@@ -19,6 +19,7 @@ from soloist.engine.speculation import SettledRows, Speculation
 from soloist.models.qwen3_5 import Qwen35
 from soloist.models.state import AcceptedPath, Features
 from soloist.models.step import RequestRows, VerifyStep, prefill_step, verify_step
+from soloist.planner import MAX_ROWS
 from soloist.sampling.logprobs import prompt_logprobs, token_logprobs
 from soloist.sampling.verify import Verdict, verify
 
@@ -92,7 +93,9 @@ class Runner:
         self._commit(requests, step, features, verdicts)
 
     def _draft(self, requests: Sequence[Request]) -> list[Proposal]:
-        limits = [max(0, min(self.verify_rows - 1, r.remaining - 1, self.max_len - r.length)) for r in requests]
+        # All requests share the rows of the largest step; who gets how many depends on their number alone.
+        most = min(self.verify_rows, max(1, MAX_ROWS // len(requests))) - 1
+        limits = [max(0, min(most, r.remaining - 1, self.max_len - r.length)) for r in requests]
         proposals = self.speculation.propose(requests, limits)
         for i, request in enumerate(requests):
             # Pages for the anchor and the longest path; with a dry pool the step falls back to the anchor alone.
