@@ -9,7 +9,6 @@ from soloist.ops.triton.dense import DenseProduct
 from soloist.ops.triton.rows import add_norm, qk_prepare, silu_mul
 from soloist.ops.triton.wide import wide
 
-
 CARD = torch.cuda.is_available()
 # The interpreter truncates to bf16 where a card rounds to nearest, and its bf16 dot is broken: fp32 there.
 BF16_BOUND = 3e-3 if CARD else 1e-2

@@ -1,8 +1,8 @@
 """Compile every kernel for a card that is not here: `python -m soloist.ops.aot 80 86 89 90 120`.
 
-Triton is given a driver that only names a target and stops after the compiler; each kernel's own wrapper runs on CPU tensors
-of the 27B's and the demo's shapes, so what is compiled is what a step launches. CUDA C++ kernels go through NVRTC. The
-table shows registers, spills and shared memory; a kernel that exceeds its card fails the run.
+Triton is given a driver that only names a target and stops after the compiler; each kernel's own wrapper runs on CPU
+tensors of the 27B's and the demo's shapes, so what is compiled is what a step launches. CUDA C++ kernels go through
+NVRTC. The table shows registers, spills and shared memory; a kernel that exceeds its card fails the run.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ def step_calls(
 
     channels = 2 * hk * dk + hv * dk
     record = (full(t, hk, dk), full(t, hk, dk), full(t, hv, dk), full(t, hv), full(t, hv))
-    layered = (record[0], *(x.unsqueeze(0) for x in record[1:]))
+    layered = (record[0], record[1][None], record[2][None], record[3][None], record[4][None])
     u, ba = half(t, channels + hv * dk), half(t, 2 * hv)
     states = torch.zeros(2, hv, dk, dk, dtype=state)
     qkv = half(t, 2 * (heads + kv) * dim)
@@ -198,7 +198,9 @@ def step_calls(
             states[None], half(1, 2, taps - 1, channels), layered, u[None], index(t, taps), index(r, 32), index(r),
             index(r),
         ),
-        "gated_norm": lambda: delta.gated_norm(full(t, hv, dk), u[:, channels:], full(dk), 1e-6, "silu", half(t, hv * dk)),
+        "gated_norm": lambda: delta.gated_norm(
+            full(t, hv, dk), u[:, channels:], full(dk), 1e-6, "silu", half(t, hv * dk)
+        ),
         "dense": lambda: DenseProduct(half(2 * hv, hidden))(half(t, hidden)),
         "wide": lambda: wide(half(t, hidden), half(ffn, hidden), None, half(t, ffn)),
     }  # fmt: skip

@@ -141,7 +141,7 @@ def _combine(
 
 @dataclass(frozen=True)
 class Partials:
-    """Per-split results of every row: acc [P, H, D], top and total [P, H], fp32; row t owns entries parts[t] + split."""
+    """Per-split results of every row: acc [P, H, D], top and total [P, H], fp32; row t owns parts[t] + split."""
 
     acc: torch.Tensor
     top: torch.Tensor
@@ -169,9 +169,10 @@ def verify_attention(
 ) -> torch.Tensor:
     """out [T, H * D] = sigmoid(gate) * attention of every row over its settled keys and its ancestors.
 
-    q [T, H, D]; k_rows, v_rows [T, kv, D]: the step's rows; keys, values [pages * 64, kv, D]: one layer's planes; `table`
-    int32: page_table [R, P], starts, counts, settled [R], request, positions, parts [T], lanes [T, depth] (the step's row
-    at each depth of a row's path); qkv: the fused projection, whose query halves carry the gate. D a power of two.
+    q [T, H, D]; k_rows, v_rows [T, kv, D]: the step's rows; keys, values [pages * 64, kv, D]: one layer's planes;
+    `table` int32: page_table [R, P], starts, counts, settled [R], request, positions, parts [T], lanes [T, depth] (the
+    step's row at each depth of a row's path); qkv: the fused projection, whose query halves carry the gate. D a power
+    of two.
     """
     rows, heads, dim = q.shape
     kv = keys.shape[1]

@@ -22,7 +22,7 @@ def _conv_head(
     u, conv, taps, weight, row, slot, channel, inside, u_stride, channels,
     TAPS: tl.constexpr,
 ):  # fmt: skip
-    """silu(sum_j weight[j] * tap_j) of one row for some channels. Tap >= 0: a row of the step; -1 - j: stored column j."""
+    """silu(sum_j weight[j] * tap_j) of one row, some channels. Tap >= 0: a row of the step; -1 - j: stored column j."""
     total = tl.zeros(channel.shape, dtype=tl.float32)
     for j in tl.static_range(TAPS):
         tap = tl.load(taps + row * TAPS + j).to(tl.int64)
@@ -104,10 +104,13 @@ def prepare(
 
 @triton.jit
 def _advance(state, k, v, decay, beta, STATE: tl.constexpr):
-    """S <- exp(g) S; d = beta (v - S^T k); S <- S + k d^T; rounded to the storage type after every token."""
+    """S <- exp(g) S; d = beta (v - S^T k); S <- S + k d^T; rounded to the storage type after every token.
+
+    state [BV, DK], transposed: a warp holds eight columns of S, so both dot products stay inside it.
+    """
     state = state * decay
-    d = (v - tl.sum(state * k[:, None], 0)) * beta
-    state = state + k[:, None] * d[None, :]
+    d = (v - tl.sum(state * k[None, :], 1)) * beta
+    state = state + d[:, None] * k[None, :]
     return state.to(STATE).to(tl.float32)
 
 
@@ -122,31 +125,43 @@ def _walk(
     key_head = head // (HV // HK)
     rows_k = tl.arange(0, DK)
     cols_v = block * BV + tl.arange(0, BV)
-    tile = rows_k[:, None] * DV + cols_v[None, :]
+    tile = rows_k[None, :] * DV + cols_v[:, None]
     STATE: tl.constexpr = states.dtype.element_ty
     slot = tl.load(slots + request).to(tl.int64)
     settled = states + (slot * HV + head) * DK * DV + tile
-    start = tl.load(starts + request)
+    start = tl.load(starts + request).to(tl.int64)
     count = tl.load(counts + request)
-    state = tl.load(settled).to(tl.float32)
-    for i in range(count):
-        row = (start + i).to(tl.int64)
-        above = tl.load(parent + row)
-        if i > 0 and above != row - 1:
-            if above < 0:
-                state = tl.load(settled).to(tl.float32)
-            else:
-                entry = tl.load(keep + above).to(tl.int64)
-                state = tl.load(scratch + (entry * HV + head) * DK * DV + tile)
-        ki = tl.load(k + (row * HK + key_head) * DK + rows_k)
-        qi = tl.load(q + (row * HK + key_head) * DK + rows_k)
-        vi = tl.load(v + (row * HV + head) * DV + cols_v)
-        state = _advance(state, ki, vi, tl.load(decay + row * HV + head), tl.load(beta + row * HV + head), STATE)
-        tl.store(out + (row * HV + head) * DV + cols_v, tl.sum(state * qi[:, None], 0))
-        entry = tl.load(keep + row).to(tl.int64)
-        if entry > 0:
-            tl.store(scratch + (entry * HV + head) * DK * DV + tile, state)
-            tl.debug_barrier()
+    if count > 0:
+        state = tl.load(settled).to(tl.float32)
+        ki = tl.load(k + (start * HK + key_head) * DK + rows_k)
+        qi = tl.load(q + (start * HK + key_head) * DK + rows_k)
+        vi = tl.load(v + (start * HV + head) * DV + cols_v)
+        di, bi = tl.load(decay + start * HV + head), tl.load(beta + start * HV + head)
+        above, entry = tl.load(parent + start), tl.load(keep + start)
+        for i in range(count):
+            row = start + i
+            # The next row's inputs are on their way while this one is computed.
+            ahead = start + tl.minimum(i + 1, count - 1)
+            k_next = tl.load(k + (ahead * HK + key_head) * DK + rows_k)
+            q_next = tl.load(q + (ahead * HK + key_head) * DK + rows_k)
+            v_next = tl.load(v + (ahead * HV + head) * DV + cols_v)
+            d_next, b_next = tl.load(decay + ahead * HV + head), tl.load(beta + ahead * HV + head)
+            above_next, entry_next = tl.load(parent + ahead), tl.load(keep + ahead)
+            if i > 0 and above != row - 1:
+                if above < 0:
+                    state = tl.load(settled).to(tl.float32)
+                else:
+                    kept = tl.load(keep + above).to(tl.int64)
+                    state = tl.load(scratch + (kept * HV + head) * DK * DV + tile)
+            state = _advance(state, ki, vi, di, bi, STATE)
+            tl.store(out + (row * HV + head) * DV + cols_v, tl.sum(state * qi[None, :], 1))
+            if entry > 0:
+                tl.store(scratch + (entry.to(tl.int64) * HV + head) * DK * DV + tile, state)
+                tl.debug_barrier()
+            ki, qi, vi, di, bi, above, entry = k_next, q_next, v_next, d_next, b_next, above_next, entry_next
+
+
+BLOCK_V = 8
 
 
 def walk(
@@ -169,10 +184,10 @@ def walk(
     q, k, v, decay, beta = record
     key_heads, dk = q.shape[1], q.shape[2]
     value_heads, dv = v.shape[1], v.shape[2]
-    bv = min(32, dv)
+    bv = min(BLOCK_V, dv)
     _walk[(value_heads, dv // bv, slots.numel())](
         states, q, k, v, decay, beta, out, scratch, slots, starts, counts, parent, keep,
-        key_heads, value_heads, dk, dv, bv, num_warps=2, enable_fp_fusion=False,
+        key_heads, value_heads, dk, dv, bv, num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip
 
 
@@ -192,15 +207,21 @@ def _fold(
         rows_k = tl.arange(0, DK)
         cols_v = block * BV + tl.arange(0, BV)
         slot = tl.load(slots + request).to(tl.int64)
-        settled = states + layer * state_layer + (slot * HV + head) * DK * DV + rows_k[:, None] * DV + cols_v[None, :]
+        settled = states + layer * state_layer + (slot * HV + head) * DK * DV + rows_k[None, :] * DV + cols_v[:, None]
         STATE: tl.constexpr = states.dtype.element_ty
         state = tl.load(settled).to(tl.float32)
+        k_at = k + layer * k_layer + key_head * DK + rows_k
+        v_at = v + layer * v_layer + head * DV + cols_v
+        gates = layer * gate_layer + head
+        row = tl.load(path + request * path_stride).to(tl.int64)
+        ki, vi = tl.load(k_at + row * HK * DK), tl.load(v_at + row * HV * DV)
+        di, bi = tl.load(decay + gates + row * HV), tl.load(beta + gates + row * HV)
         for i in range(length):
-            row = tl.load(path + request * path_stride + i).to(tl.int64)
-            ki = tl.load(k + layer * k_layer + (row * HK + key_head) * DK + rows_k)
-            vi = tl.load(v + layer * v_layer + (row * HV + head) * DV + cols_v)
-            gate = layer * gate_layer + row * HV + head
-            state = _advance(state, ki, vi, tl.load(decay + gate), tl.load(beta + gate), STATE)
+            ahead = tl.load(path + request * path_stride + tl.minimum(i + 1, length - 1)).to(tl.int64)
+            k_next, v_next = tl.load(k_at + ahead * HK * DK), tl.load(v_at + ahead * HV * DV)
+            d_next, b_next = tl.load(decay + gates + ahead * HV), tl.load(beta + gates + ahead * HV)
+            state = _advance(state, ki, vi, di, bi, STATE)
+            ki, vi, di, bi = k_next, v_next, d_next, b_next
         tl.store(settled, state.to(STATE))
 
 
@@ -246,12 +267,12 @@ def fold(
     _, k, v, decay, beta = record
     key_heads, dk = k.shape[2], k.shape[3]
     value_heads, dv = v.shape[2], v.shape[3]
-    bv = min(32, dv)
+    bv = min(BLOCK_V, dv)
     layers, requests, channels, width = states.shape[0], slots.numel(), conv.shape[-1], taps.shape[1]
     _fold[(layers, value_heads * (dv // bv), requests)](
         states, conv, k, v, decay, beta, u, taps, path, lengths, slots,
         states.stride(0), conv.stride(0), k.stride(0), v.stride(0), decay.stride(0), u.stride(0), u.stride(1),
-        path.stride(0), key_heads, value_heads, dk, dv, bv, num_warps=2, enable_fp_fusion=False,
+        path.stride(0), key_heads, value_heads, dk, dv, bv, num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip
     block = 1024
     _settle_conv[(layers, triton.cdiv(channels, block), requests)](
