@@ -8,10 +8,13 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
+from soloist.checkpoint.reader import open_checkpoint
 from soloist.cli import app
-from soloist.errors import SettingError
+from soloist.errors import CapacityError, SettingError
+from soloist.scaleout import dense
 from soloist.scaleout.launch import Command, command, find_executable
 from soloist.scaleout.mapping import TABLE, Asked, Cannot, Have, translate
 from soloist.settings import KNOBS, resolve
@@ -143,14 +146,35 @@ def test_every_row_gives_a_verdict_for_the_default_of_its_knob():
 
 def test_serve_prints_the_command_without_vllm_installed():
     arguments = ["serve", "demo", "--engine", "vllm", "--dry-run", "--max-len", "2048"]
-    done = CliRunner().invoke(app, [*arguments, "--device", "cpu"])
-    assert done.exit_code == 2 and "8-bit weights" in done.stderr
     done = CliRunner().invoke(app, [*arguments, "--device", "cuda"])
     assert done.exit_code == 0, done.output
     line = done.output.strip().splitlines()[-1]
     assert " serve " in line and "--max-model-len 2048" in line
     done = CliRunner().invoke(app, ["serve", "demo", "--dry-run"])
     assert done.exit_code == 2 and "--engine vllm" in done.stderr
+
+
+def test_a_cpu_gets_a_dense_copy_with_the_same_values(tmp_path, monkeypatch):
+    monkeypatch.setattr(dense, "CACHE", tmp_path / "cache")
+    arguments = ["serve", "demo", "--engine", "vllm", "--dry-run", "--device", "cpu"]
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 0 and "dense copy" in done.stderr, done.output
+    copy = Path(done.stdout.strip().splitlines()[-1].split(" serve ")[1].split()[0])
+    assert copy.is_relative_to(tmp_path / "cache")
+    opened, original = open_checkpoint(copy), open_checkpoint(MODEL)
+    assert {row.form for row in opened.summary()} == {"dense"} and opened.has_mtp
+    assert sum(r.parameters for r in opened.summary()) == sum(r.parameters for r in original.summary())
+    for name in ("layers.0.mlp.up_proj.weight", "embed_tokens.weight", "mtp.fc.weight", "norm.weight"):
+        assert torch.equal(opened.tensor(name), original.tensor(name).to(torch.bfloat16)), name
+    stamp = (copy / "model.safetensors").stat().st_mtime_ns
+    assert CliRunner().invoke(app, arguments).exit_code == 0
+    assert (copy / "model.safetensors").stat().st_mtime_ns == stamp  # made once
+
+
+def test_a_large_checkpoint_gets_no_dense_copy(monkeypatch):
+    monkeypatch.setattr(dense, "LARGEST", 1000)
+    with pytest.raises(CapacityError, match="dense copy"):
+        dense.dense_copy(MODEL)
 
 
 def test_a_missing_vllm_names_the_extra(tmp_path):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from soloist.checkpoint.config import read_model_config
 from soloist.errors import SettingError
-from soloist.scaleout.mapping import CHECKED, Asked, model_limits, translate
+from soloist.scaleout.mapping import CHECKED, Asked, needs_dense, translate
 from soloist.settings import KNOBS, Settings
 
 CPU_DEFAULTS = {"VLLM_CPU_KVCACHE_SPACE": "4", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
@@ -46,7 +46,6 @@ def command(
     """The vLLM command for these settings. Raises SettingError for what vLLM cannot do."""
     config = read_model_config(directory)
     device = device or chosen_device(settings)
-    model_limits(config.quantization, device)
     asked = Asked(
         values={name: getattr(settings, name) for name in KNOBS},
         given=frozenset(name for name in KNOBS if settings.given(name)),
@@ -74,6 +73,11 @@ def hand_over(settings: Settings, tensor_parallel: int, vllm: str | None, more: 
     if tensor_parallel > 1 and chosen_device(settings) == "cpu":
         raise SettingError("--tensor-parallel needs several cards.", "Leave it out on a CPU.")
     directory = _directory(settings.model)
+    if needs_dense(read_model_config(directory).quantization, chosen_device(settings)):
+        from soloist.scaleout.dense import dense_copy
+
+        print("soloist: vLLM's CPU build has no kernel for 8-bit weights; it gets a dense copy.", file=sys.stderr)
+        directory = dense_copy(directory)
     executable = vllm or "vllm" if dry_run else find_executable(vllm)
     made = command(settings, directory, executable=executable, tensor_parallel=tensor_parallel, extra=shlex.split(more))
     if dry_run:

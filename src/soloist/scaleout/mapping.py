@@ -246,15 +246,10 @@ TABLE: Mapping[str, Row] = {
 }
 
 
-def model_limits(quantization: Mapping[str, Any] | None, device: str) -> None:
-    """Raise SettingError for weight formats vLLM cannot run on this device."""
+def needs_dense(quantization: Mapping[str, Any] | None, device: str) -> bool:
+    """True for weights that vLLM has no kernel for on this device: 8 bits on a CPU."""
     groups = ((quantization or {}).get("config_groups") or {}).values()
-    bits = {(g.get("weights") or {}).get("num_bits") for g in groups}
-    if device == "cpu" and 8 in bits:
-        raise SettingError(
-            "vLLM's CPU build has no kernel for 8-bit weights.",
-            "Give a dense or a 4-bit checkpoint, or --engine soloist.",
-        )
+    return device == "cpu" and any((g.get("weights") or {}).get("num_bits") == 8 for g in groups)
 
 
 def translate(asked: Asked) -> Have:
