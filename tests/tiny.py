@@ -111,6 +111,17 @@ class Tiny:
         }
 
 
+def foreign_quantization(group: int) -> dict[str, Any]:
+    """A compressed-tensors int4 config as published checkpoints carry it: MTP names are missing from `ignore`."""
+    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": group}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}},
+        "ignore": ["lm_head", "re:.*in_proj_[ab]$", "re:.*visual.*"],
+    }
+
+
 def byte_tokenizer(vocab: int = 320) -> Tokenizer:
     """256 byte tokens, then the special tokens from id 256 on; ids up to `vocab` decode to nothing."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -186,6 +197,8 @@ def write_directory(
     tokenizer.save(str(directory / "tokenizer.json"))
     ids = tokenizer.get_vocab()
     eos = [ids["<|im_end|>"], ids["<|endoftext|>"]]
+    text = config.get("text_config", config)  # the stop id is the tokenizer's, whatever else it has learnt
+    text["eos_token_id"] = eos[0]
     (directory / "config.json").write_text(json.dumps(config, indent=1))
     (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": eos, "do_sample": False}))
     (directory / "tokenizer_config.json").write_text(

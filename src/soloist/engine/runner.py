@@ -13,7 +13,7 @@ import torch
 
 from soloist.drafting.proposal import Proposal
 from soloist.engine.memory import Memory
-from soloist.engine.request import Event, FinishReason, Request
+from soloist.engine.request import Event, FinishReason, Request, TokenLogprobs
 from soloist.engine.scheduler import PrefillSlice
 from soloist.engine.speculation import SettledRows, Speculation
 from soloist.models.qwen3_5 import Qwen35
@@ -51,7 +51,7 @@ class Runner:
         """Compute a prompt slice; True when the prompt is complete and the first token was emitted."""
         request, start = work.request, work.request.settled
         tokens = request.prompt[start : start + work.tokens]
-        step = prefill_step(tokens, start, request.slot, request.pages)
+        step = prefill_step(tokens, start, request.slot, request.pages, request.sight)
         features = self.model.forward(step, self.memory.caches, self.speculation.taps)
         request.settled += len(tokens)
         if request.params.prompt_logprobs is not None:
@@ -113,6 +113,7 @@ class Runner:
                 settled=r.settled,
                 slot=r.slot,
                 pages=r.pages,
+                rope_offset=r.rope_offset,
             )
             for r, p in zip(requests, proposals, strict=True)
         ]
@@ -131,8 +132,7 @@ class Runner:
             try:
                 assert request.history is not None
                 verdict = verify(part, proposal, request.history, request.seed, request.mode, request.remaining)
-                verdict = self._emit(request, verdict, part)
-                self._count(request, proposal, verdict)
+                verdict = self._emit(request, verdict, part, proposal)
                 self.speculation.observe(request, proposal, verdict)
                 verdicts.append(verdict)
             except Exception as error:  # one request's fault never touches another
@@ -162,7 +162,9 @@ class Runner:
 
     # -- tokens ----------------------------------------------------------------------------------------------------
 
-    def _emit(self, request: Request, verdict: Verdict, rows: torch.Tensor) -> Verdict:
+    def _emit(
+        self, request: Request, verdict: Verdict, rows: torch.Tensor, proposal: Proposal | None = None
+    ) -> Verdict:
         """Hand out the tokens of a verdict one by one until a stop rule fires; returns what was kept."""
         reason: FinishReason | None = None
         stop: str | int | None = None
@@ -183,6 +185,8 @@ class Runner:
                 break
         verdict = verdict.cut(kept)
         self._clock(request, kept)
+        if proposal is not None:  # before the event: the last one hands the statistics out
+            self._count(request, proposal, verdict)
         wanted = request.params.logprobs
         logprobs = None
         if wanted is not None:
@@ -206,7 +210,7 @@ class Runner:
         return verdict
 
     @staticmethod
-    def _take_prompt_rows(request: Request):
+    def _take_prompt_rows(request: Request) -> tuple[TokenLogprobs | None, ...] | None:
         if not request.prompt_rows:
             return None
         rows, request.prompt_rows = tuple(request.prompt_rows), []
