@@ -68,6 +68,8 @@ def compiling(arch: int, seen: list[tuple[str, Any]]) -> Iterator[None]:
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
+    from soloist.ops.triton import pdl
+
     original = JITFunction.run
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
@@ -75,13 +77,15 @@ def compiling(arch: int, seen: list[tuple[str, Any]]) -> Iterator[None]:
         seen.append((self.fn.__name__, kernel))
         return kernel
 
-    before = driver._active
+    before, dependent = driver._active, pdl.dependent
     driver.set_active(_Target(arch))
     JITFunction.run = run
+    pdl.dependent = lambda x: arch >= 90  # type: ignore[assignment]
     try:
         yield
     finally:
         JITFunction.run = original
+        pdl.dependent = dependent
         driver._active = before
 
 

@@ -152,12 +152,13 @@ def _attend_tree(
     scale: float,
 ) -> torch.Tensor:
     """Splits before the first running lane are shared by all rows; the last ones are private to each row."""
-    assert rows.lanes is not None
+    ancestors = rows.lanes
+    assert ancestors is not None
     n, heads, dim = q.shape
     kv_heads = k.shape[1]
     group = heads // kv_heads
     shared = rows.settled // SPLIT * SPLIT
-    depth = rows.lanes.shape[1]
+    depth = ancestors.shape[1]
     tail = _pad_to(rows.settled - shared + depth, SPLIT)
 
     def private(past: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
@@ -165,7 +166,7 @@ def _attend_tree(
         lanes = torch.zeros(n, tail, kv_heads, dim)
         old = rows.settled - shared
         lanes[:, :old] = past[shared:]
-        lanes[:, old : old + depth] = own[rows.lanes.clamp(min=0)] * (rows.lanes >= 0)[..., None, None]
+        lanes[:, old : old + depth] = own[ancestors.clamp(min=0)] * (ancestors >= 0)[..., None, None]
         return lanes.transpose(1, 2).reshape(n * kv_heads, tail, dim)
 
     own_q = q.reshape(n * kv_heads, group, dim)

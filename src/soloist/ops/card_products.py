@@ -8,6 +8,7 @@ its kernel by name, so the switch is never inside one path.
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,7 +16,11 @@ from soloist.ops.linear import DenseWeight, QuantizedWeight, Weight
 from soloist.ops.linear_cuda import PackedW4, W4Prefill, W4Product, Workspace, pack, why_not_w4
 from soloist.ops.products import Linear
 
+if TYPE_CHECKING:
+    from soloist.ops.triton.dense import DenseProduct
+
 DECODE_ROWS = 32
+NARROW = 2048  # columns up to which a dense decode product splits K to fill the card
 
 
 @lru_cache(maxsize=4)
@@ -46,7 +51,8 @@ class W4Linear(CardLinear):
 
     name = "w4a16"
 
-    def __init__(self, weight: QuantizedWeight, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, weight: Weight, device: torch.device, dtype: torch.dtype) -> None:
+        assert isinstance(weight, QuantizedWeight)
         super().__init__(weight.shape)
         on_card = QuantizedWeight(
             weight.codes.to(device),
@@ -97,6 +103,11 @@ class DenseLinear(CardLinear):
         super().__init__(weight.shape)
         self._weight = weight.dequantize(dtype).to(device).contiguous()
         self._bias = None if weight.bias is None else weight.bias.to(device, dtype)
+        self._narrow: DenseProduct | None = None
+        if self._bias is None and self.out_features <= NARROW:
+            from soloist.ops.triton.dense import DenseProduct
+
+            self._narrow = DenseProduct(self._weight)
 
     @classmethod
     def refuses(cls, weight: Weight, device: torch.device, dtype: torch.dtype) -> str | None:
@@ -109,17 +120,20 @@ class DenseLinear(CardLinear):
         return self._weight.nbytes
 
     def decode(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        return self._wide(x, out) if self._narrow is None else self._narrow(x, out)
+
+    def prefill(self, x: torch.Tensor) -> torch.Tensor:
+        return self._wide(x)
+
+    def _wide(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         from soloist.ops.triton.wide import wide
 
         if out is None:
             out = torch.empty(x.shape[0], self.out_features, dtype=x.dtype, device=x.device)
         return wide(x, self._weight, self._bias, out)
 
-    def prefill(self, x: torch.Tensor) -> torch.Tensor:
-        return self.decode(x)
 
-
-CARD_PRODUCTS: tuple[type[CardLinear], ...] = (W4Linear, DenseLinear)
+CARD_PRODUCTS: tuple[type[W4Linear] | type[DenseLinear], ...] = (W4Linear, DenseLinear)
 
 
 def card_linear(weight: Weight, device: torch.device, dtype: torch.dtype) -> CardLinear:

@@ -10,9 +10,14 @@ What can go wrong: group scales may be negative, and codes are unsigned with an 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+
+
+def _moved(weight: object, names: tuple[str, ...], device: torch.device) -> dict[str, torch.Tensor]:
+    parts = {name: getattr(weight, name) for name in names}
+    return {name: part.to(device) for name, part in parts.items() if part is not None}
 
 
 @dataclass(frozen=True)
@@ -36,6 +41,9 @@ class DenseWeight:
     def rows(self, ids: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Gather rows [n] -> [n, K]: an embedding look-up."""
         return self.weight[ids].to(dtype)
+
+    def to(self, device: torch.device) -> DenseWeight:
+        return replace(self, **_moved(self, ("weight", "bias"), device))
 
 
 @dataclass(frozen=True)
@@ -80,6 +88,9 @@ class QuantizedWeight:
         """Gather rows [n] -> [n, K]: an embedding look-up that dequantises what it reads."""
         zeros = None if self.zeros is None else self.zeros[ids]
         return self._scaled(self.unpack(self.codes[ids]), self.scales[ids], zeros).to(dtype)
+
+    def to(self, device: torch.device) -> QuantizedWeight:
+        return replace(self, **_moved(self, ("codes", "scales", "zeros", "bias"), device))
 
 
 Weight = DenseWeight | QuantizedWeight

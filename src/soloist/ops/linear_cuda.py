@@ -1,7 +1,7 @@
 """W4A16 products for 1-64 rows on a card: the repack at load time and the launch of `cuda/w4a16.cu`.
 
-The weight is streamed once per 64 rows (32 on cards with 99 KiB of shared memory); a row's bits depend on (N, K, multiprocessors) and on nothing
-else. What can go wrong: a workspace shared by two streams (make one per stream), or a card whose
+The weight is streamed once per 64 rows (32 on cards with 99 KiB of shared memory); a row's bits depend on (N, K,
+multiprocessors) and on nothing else. What can go wrong: a workspace shared by two streams (make one per stream), or a card whose
 shared memory is too small for a row tile (the tile shrinks, the bits stay).
 """
 

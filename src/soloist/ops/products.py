@@ -103,7 +103,8 @@ class PlainLinear(Linear):
         return y if residual is None else y + residual
 
 
-CPU_PRODUCTS: tuple[type[Linear], ...] = (PackedLinear, BlockLinear, PlainLinear)
+CpuProduct = type[PackedLinear] | type[BlockLinear] | type[PlainLinear]
+CPU_PRODUCTS: tuple[CpuProduct, ...] = (PackedLinear, BlockLinear, PlainLinear)
 
 
 def _reasons(device: torch.device, dtype: torch.dtype) -> dict[str, str | None]:
@@ -117,7 +118,7 @@ def candidates(device: torch.device, dtype: torch.dtype) -> list[str]:
     return [c.name for c in CPU_PRODUCTS if reasons[c.name] is None and c is not PlainLinear]
 
 
-def product_class(name: str, device: torch.device, dtype: torch.dtype) -> type[Linear]:
+def product_class(name: str, device: torch.device, dtype: torch.dtype) -> CpuProduct:
     """The product called `name`, or the first candidate when `name` is "auto".
 
     Raises SettingError with the table of reasons if it does not apply here.

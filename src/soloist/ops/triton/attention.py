@@ -17,8 +17,11 @@ import torch
 import triton
 import triton.language as tl
 
+from soloist.ops.triton import pdl
+
 PAGE = 64
 SPLIT = 256
+ROW_TILE = 32
 
 
 @triton.jit
@@ -38,35 +41,37 @@ def _block(q, k, v, visible, top, total, acc, scale):
 def _past(
     q, keys, values, page_table, starts, counts, settled, parts, acc_out, top_out, total_out, scale, pages_stride,
     HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, M: tl.constexpr, SPLIT: tl.constexpr, PAGE: tl.constexpr,
+    TILES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    split = tl.program_id(0)
+    pdl.begin(PDL)
+    split = tl.program_id(0) // TILES
+    first = tl.program_id(0) % TILES * M
     kv = tl.program_id(1)
     request = tl.program_id(2)
     GROUP: tl.constexpr = HEADS // KV
-    if (split + 1) * SPLIT <= tl.load(settled + request) // SPLIT * SPLIT:
+    rows = tl.load(counts + request) * GROUP
+    if first < rows and (split + 1) * SPLIT <= tl.load(settled + request) // SPLIT * SPLIT:
         start = tl.load(starts + request)
-        rows = tl.load(counts + request) * GROUP
         lane = tl.arange(0, PAGE)
         cols = tl.arange(0, D)
-        for first in range(0, rows, M):
-            at = first + tl.arange(0, M)
-            row = (start + at // GROUP).to(tl.int64)
-            head = kv * GROUP + at % GROUP
-            mine = at < rows
-            qt = tl.load(q + (row * HEADS + head)[:, None] * D + cols[None, :], mask=mine[:, None], other=0.0)
-            top = tl.full((M,), float("-inf"), tl.float32)
-            total = tl.zeros((M,), tl.float32)
-            acc = tl.zeros((M, D), tl.float32)
-            for b in range(SPLIT // PAGE):
-                page = tl.load(page_table + request * pages_stride + split * (SPLIT // PAGE) + b).to(tl.int64)
-                at_kv = ((page * PAGE + lane) * KV + kv)[:, None] * D + cols[None, :]
-                k = tl.load(keys + at_kv)
-                v = tl.load(values + at_kv)
-                top, total, acc = _block(qt, k, v, True, top, total, acc, scale)
-            part = (tl.load(parts + row, mask=mine, other=0) + split).to(tl.int64) * HEADS + head
-            tl.store(acc_out + part[:, None] * D + cols[None, :], acc, mask=mine[:, None])
-            tl.store(top_out + part, top, mask=mine)
-            tl.store(total_out + part, total, mask=mine)
+        at = first + tl.arange(0, M)
+        row = (start + at // GROUP).to(tl.int64)
+        head = kv * GROUP + at % GROUP
+        mine = at < rows
+        qt = tl.load(q + (row * HEADS + head)[:, None] * D + cols[None, :], mask=mine[:, None], other=0.0)
+        top = tl.full((M,), float("-inf"), tl.float32)
+        total = tl.zeros((M,), tl.float32)
+        acc = tl.zeros((M, D), tl.float32)
+        for b in range(SPLIT // PAGE):
+            page = tl.load(page_table + request * pages_stride + split * (SPLIT // PAGE) + b).to(tl.int64)
+            at_kv = ((page * PAGE + lane) * KV + kv)[:, None] * D + cols[None, :]
+            k = tl.load(keys + at_kv)
+            v = tl.load(values + at_kv)
+            top, total, acc = _block(qt, k, v, True, top, total, acc, scale)
+        part = (tl.load(parts + row, mask=mine, other=0) + split).to(tl.int64) * HEADS + head
+        tl.store(acc_out + part[:, None] * D + cols[None, :], acc, mask=mine[:, None])
+        tl.store(top_out + part, top, mask=mine)
+        tl.store(total_out + part, total, mask=mine)
 
 
 @triton.jit
@@ -74,7 +79,9 @@ def _recent(
     q, k_rows, v_rows, keys, values, page_table, request_of, positions, settled, lanes, parts,
     acc_out, top_out, total_out, scale, pages_stride, lanes_stride,
     HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, M: tl.constexpr, SPLIT: tl.constexpr, PAGE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    pdl.begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     kv = tl.program_id(1)
     GROUP: tl.constexpr = HEADS // KV
@@ -116,7 +123,9 @@ def _recent(
 def _combine(
     acc_in, top_in, total_in, parts, positions, gate, out, gate_stride,
     HEADS: tl.constexpr, D: tl.constexpr, SPLIT: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    pdl.begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     cols = tl.arange(0, D)
@@ -125,14 +134,18 @@ def _combine(
     top = -float("inf")
     total = 0.0
     acc = tl.zeros((D,), tl.float32)
-    for split in range(splits):
+    # Splits in fixed blocks: loads of a block are in flight together, the order does not depend on their number.
+    for block in range(0, splits, BLOCK):
+        split = block + tl.arange(0, BLOCK)
+        real = split < splits
         part = (first + split) * HEADS + head
-        its_top = tl.load(top_in + part)
-        new = tl.maximum(top, its_top)
+        tops = tl.load(top_in + part, mask=real, other=float("-inf"))
+        new = tl.maximum(top, tl.max(tops, 0))
+        scales = tl.exp(tops - new)
+        accs = tl.load(acc_in + part[:, None] * D + cols[None, :], mask=real[:, None], other=0.0)
         old_scale = tl.exp(top - new)
-        its_scale = tl.exp(its_top - new)
-        acc = acc * old_scale + tl.load(acc_in + part * D + cols) * its_scale
-        total = total * old_scale + tl.load(total_in + part) * its_scale
+        acc = acc * old_scale + tl.sum(accs * scales[:, None], 0)
+        total = total * old_scale + tl.sum(tl.load(total_in + part, mask=real, other=0.0) * scales, 0)
         top = new
     o = (acc / total).to(out.dtype.element_ty).to(tl.float32)
     g = tl.load(gate + row * gate_stride + head * 2 * D + D + cols).to(tl.float32)
@@ -181,20 +194,23 @@ def verify_attention(
     pages = table["page_table"]
     requests, pages_stride = pages.shape
     splits = pages_stride * PAGE // SPLIT
+    on = pdl.dependent(q)
+    tiles = triton.cdiv(rows * group, ROW_TILE)
     if splits:
-        _past[(splits, kv, requests)](
+        _past[(splits * tiles, kv, requests)](
             q, keys, values, pages, table["starts"], table["counts"], table["settled"], table["parts"],
             partials.acc, partials.top, partials.total, scale, pages_stride,
-            heads, kv, dim, 32, SPLIT, PAGE, num_warps=4, num_stages=2,
+            heads, kv, dim, ROW_TILE, SPLIT, PAGE, TILES=tiles, PDL=on, num_warps=4, num_stages=2, **pdl.launch(on),
         )  # fmt: skip
     _recent[(rows, kv, 2)](
         q, k_rows, v_rows, keys, values, pages, table["request"], table["positions"], table["settled"], table["lanes"],
         table["parts"], partials.acc, partials.top, partials.total, scale, pages_stride, table["lanes"].stride(0),
-        heads, kv, dim, max(16, triton.next_power_of_2(group)), SPLIT, PAGE, num_warps=4, num_stages=1,
+        heads, kv, dim, max(16, triton.next_power_of_2(group)), SPLIT, PAGE, PDL=on, num_warps=4, num_stages=1,
+        **pdl.launch(on),
     )  # fmt: skip
     _combine[(rows, heads)](
         partials.acc, partials.top, partials.total, table["parts"], table["positions"], qkv, out, qkv.stride(0),
-        heads, dim, SPLIT, num_warps=2,
+        heads, dim, SPLIT, BLOCK=8, PDL=on, num_warps=2, **pdl.launch(on),
     )  # fmt: skip
     return out
 

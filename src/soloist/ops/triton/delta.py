@@ -16,6 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
+from soloist.ops.triton import pdl
+
 
 @triton.jit
 def _conv_head(
@@ -42,7 +44,9 @@ def _prepare(
     u_stride, ba_stride, ba_half, scale,
     HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, TAPS: tl.constexpr, CHANNELS: tl.constexpr,
     BLOCK: tl.constexpr, GATES: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    pdl.begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     slot = tl.load(slots + tl.load(request + row)).to(tl.int64)
@@ -94,11 +98,13 @@ def prepare(
     rows, key_heads, dk = q.shape
     value_heads, dv = v.shape[1], v.shape[2]
     assert u.stride(1) == 1 and ba.stride(1) == 1 and conv.is_contiguous() and taps.is_contiguous()
+    on = pdl.dependent(u)
     _prepare[(rows, 2 * key_heads + value_heads + 1)](
         u, ba, conv, taps, request, slots, weight, negative_a, dt_bias, q, k, v, decay, beta,
         u.stride(0), ba.stride(0), ba.shape[1] // 2, dk**-0.5,
         key_heads, value_heads, dk, dv, taps.shape[1], weight.shape[1],
-        triton.next_power_of_2(max(dk, dv)), triton.next_power_of_2(value_heads), num_warps=2,
+        triton.next_power_of_2(max(dk, dv)), triton.next_power_of_2(value_heads), PDL=on, num_warps=2,
+        **pdl.launch(on),
     )  # fmt: skip
 
 
@@ -118,7 +124,9 @@ def _advance(state, k, v, decay, beta, STATE: tl.constexpr):
 def _walk(
     states, q, k, v, decay, beta, out, scratch, slots, starts, counts, parent, keep,
     HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BV: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    pdl.begin(PDL)
     head = tl.program_id(0)
     block = tl.program_id(1)
     request = tl.program_id(2)
@@ -185,9 +193,10 @@ def walk(
     key_heads, dk = q.shape[1], q.shape[2]
     value_heads, dv = v.shape[1], v.shape[2]
     bv = min(BLOCK_V, dv)
+    on = pdl.dependent(out)
     _walk[(value_heads, dv // bv, slots.numel())](
         states, q, k, v, decay, beta, out, scratch, slots, starts, counts, parent, keep,
-        key_heads, value_heads, dk, dv, bv, num_warps=1, enable_fp_fusion=False,
+        key_heads, value_heads, dk, dv, bv, PDL=on, num_warps=1, enable_fp_fusion=False, **pdl.launch(on),
     )  # fmt: skip
 
 
@@ -283,8 +292,10 @@ def fold(
 
 @triton.jit
 def _gated_norm(
-    o, z, weight, out, z_stride, eps, SIGMOID: tl.constexpr, HV: tl.constexpr, DV: tl.constexpr, BLOCK: tl.constexpr
+    o, z, weight, out, z_stride, eps, SIGMOID: tl.constexpr, HV: tl.constexpr, DV: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    pdl.begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     cols = tl.arange(0, BLOCK)
@@ -304,7 +315,9 @@ def gated_norm(
     """out [T, Hv * dv] = weight * o / rms(o) * act(z). o [T, Hv, dv] fp32; z [T, Hv * dv] with any row stride."""
     rows, heads, dim = o.shape
     assert z.stride(1) == 1 and out.is_contiguous()
+    on = pdl.dependent(o)
     _gated_norm[(rows, heads)](
-        o, z, weight, out, z.stride(0), eps, act == "sigmoid", heads, dim, triton.next_power_of_2(dim), num_warps=1
-    )
+        o, z, weight, out, z.stride(0), eps, act == "sigmoid", heads, dim, triton.next_power_of_2(dim),
+        PDL=on, num_warps=1, **pdl.launch(on),
+    )  # fmt: skip
     return out

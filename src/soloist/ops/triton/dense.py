@@ -10,6 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
+from soloist.ops.triton import pdl
+
 ROWS = 16
 COLUMNS = 16
 K_BLOCK = 128
@@ -19,7 +21,9 @@ K_BLOCK = 128
 def _dense(
     x_ptr, w_ptr, y_ptr, part_ptr, arrivals_ptr, rows, n_out, k_in, x_row, y_row, k_split,
     SPLITS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    pdl.begin(PDL)
     tile, split, row_block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     m = row_block * BM + tl.arange(0, BM)
     n = tile * BN + tl.arange(0, BN)
@@ -68,6 +72,7 @@ class DenseProduct:
     def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """x [M, K], unit column stride -> [M, N] in x's dtype."""
         n, k = self.weight.shape
+        on = pdl.dependent(x)
         y = torch.empty(x.shape[0], n, dtype=x.dtype, device=x.device) if out is None else out
         for first in range(0, x.shape[0], self.max_rows):
             part = x[first : first + self.max_rows]
@@ -75,6 +80,7 @@ class DenseProduct:
             grid = (triton.cdiv(n, COLUMNS), self.splits, triton.cdiv(part.shape[0], ROWS))
             _dense[grid](
                 part, self.weight, into, self.parts, self.arrivals, part.shape[0], n, k, part.stride(0),
-                into.stride(0), self.k_split, SPLITS=self.splits, BM=ROWS, BN=COLUMNS, BK=K_BLOCK, num_warps=2,
+                into.stride(0), self.k_split, SPLITS=self.splits, BM=ROWS, BN=COLUMNS, BK=K_BLOCK, PDL=on, num_warps=2,
+                **pdl.launch(on),
             )  # fmt: skip
         return y

@@ -10,9 +10,12 @@ import torch
 import triton
 import triton.language as tl
 
+from soloist.ops.triton import pdl
+
 
 @triton.jit
-def _add_norm(x, delta, factor, out, eps, width, HAS_DELTA: tl.constexpr, BLOCK: tl.constexpr):
+def _add_norm(x, delta, factor, out, eps, width, HAS_DELTA: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    pdl.begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
     inside = cols < width
@@ -34,15 +37,17 @@ def add_norm(
     """x += delta (in place, rounded to x's type), out = rms_norm(x) * factor. x, delta, out [T, H]; factor [H] fp32."""
     rows, width = x.shape
     assert x.is_contiguous() and out.is_contiguous() and (delta is None or delta.is_contiguous())
+    on = pdl.dependent(x)
     _add_norm[(rows,)](
         x, x if delta is None else delta, factor, out, eps, width, delta is not None, triton.next_power_of_2(width),
-        num_warps=8,
+        PDL=on, num_warps=8, **pdl.launch(on),
     )  # fmt: skip
     return out
 
 
 @triton.jit
-def _silu_mul(gate_up, out, width, BLOCK: tl.constexpr):
+def _silu_mul(gate_up, out, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    pdl.begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = cols < width
@@ -58,7 +63,8 @@ def silu_mul(gate_up: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     rows, width = out.shape
     assert gate_up.is_contiguous() and out.is_contiguous() and gate_up.shape[1] == 2 * width
     block = 1024
-    _silu_mul[(rows, triton.cdiv(width, block))](gate_up, out, width, block, num_warps=4)
+    on = pdl.dependent(out)
+    _silu_mul[(rows, triton.cdiv(width, block))](gate_up, out, width, block, PDL=on, num_warps=4, **pdl.launch(on))
     return out
 
 
@@ -66,7 +72,9 @@ def silu_mul(gate_up: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
 def _qk_prepare(
     qkv, factors, positions, inverse, q_out, k_out, v_out, stride, eps,
     HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    pdl.begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     cols = tl.arange(0, BLOCK)
@@ -119,7 +127,8 @@ def qk_prepare(
     rows, heads, dim = q.shape
     kv = k.shape[1]
     assert qkv.stride(1) == 1 and q.is_contiguous() and k.is_contiguous() and v.is_contiguous()
+    on = pdl.dependent(qkv)
     _qk_prepare[(rows, heads + 2 * kv)](
         qkv, factors, positions, inverse, q, k, v, qkv.stride(0), eps,
-        heads, kv, dim, inverse.numel(), triton.next_power_of_2(dim), num_warps=2,
+        heads, kv, dim, inverse.numel(), triton.next_power_of_2(dim), PDL=on, num_warps=2, **pdl.launch(on),
     )  # fmt: skip

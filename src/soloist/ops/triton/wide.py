@@ -11,12 +11,16 @@ import torch
 import triton
 import triton.language as tl
 
+from soloist.ops.triton import pdl
+
 
 @triton.jit
 def _wide(
     x, w, bias, y, rows, n, k, x_stride, y_stride,
     HAS_BIAS: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    pdl.begin(PDL)
     n_at = tl.program_id(0) * N + tl.arange(0, N)
     m_at = tl.program_id(1) * M + tl.arange(0, M)
     k_at = tl.arange(0, K)
@@ -43,8 +47,9 @@ def wide(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: 
     n = weight.shape[0]
     assert x.stride(1) == 1 and weight.is_contiguous() and out.stride(1) == 1 and out.shape == (rows, n)
     block_n = 32 if n <= 8192 else 64
+    on = pdl.dependent(x)
     _wide[(triton.cdiv(n, block_n), triton.cdiv(rows, 16))](
         x, weight, weight if bias is None else bias, out, rows, n, k, x.stride(0), out.stride(0),
-        bias is not None, 16, block_n, 128, num_warps=4, num_stages=3,
+        bias is not None, 16, block_n, 128, PDL=on, num_warps=4, num_stages=3, **pdl.launch(on),
     )  # fmt: skip
     return out
