@@ -69,7 +69,7 @@ class MTPRoom:
         self.config = checkpoint.config
         load = Loader(checkpoint, CPU, torch.float32)
         head = load.linear(["lm_head"]) if draft_ids is None else truncated_head(load, draft_ids, stored=False)
-        embedding = checkpoint.weight("embed_tokens").dequantize()
+        embedding = checkpoint.weight("embed_tokens")
         self.module = MTPModule(load, self.config, embedding, head, draft_ids)
         self.oracle = MtpOracle(self.target)
 
@@ -105,7 +105,7 @@ class DFlash2Room:
         checkpoint, owner = open_checkpoint(where, "drafter"), open_checkpoint(target)
         self.config = checkpoint.drafter_config
         load = Loader(checkpoint, CPU, torch.float32)
-        embedding = owner.weight("embed_tokens").dequantize()
+        embedding = owner.weight("embed_tokens")
         self.model = DFlash2(load, self.config, embedding, Loader(owner, CPU, torch.float32).linear(["lm_head"]))
         self.oracle = Dflash2Oracle(where, target)
 
