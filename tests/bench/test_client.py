@@ -26,7 +26,7 @@ def test_times_tokens_and_speculation_of_one_answer():
         answer, _ = ask(server, COPY + text, max_tokens=100)
     assert answer.text == text and answer.error is None and answer.finish_reason == "length"
     assert answer.completion_tokens == 31
-    assert answer.ttft_ms is not None and 100 <= answer.ttft_ms
+    assert answer.ttft_ms is not None and answer.ttft_ms >= 100
     steps = 30 // PER_STEP
     assert len(answer.gaps_ms) == steps
     assert answer.tpot_ms == pytest.approx((answer.total_ms - answer.ttft_ms) / 30)

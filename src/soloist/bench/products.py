@@ -29,6 +29,8 @@ SHAPES = {
     "head": (248320, 5120),
 }
 ROWS = (1, 5, 8, 16)
+Product = Callable[[torch.Tensor], torch.Tensor]
+Build = Callable[[list[QuantizedWeight]], list[Product]]
 
 
 def random_weight(n: int, k: int, group: int, zeros: bool, device: torch.device) -> QuantizedWeight:
@@ -102,7 +104,7 @@ def relative_error(y: torch.Tensor, x: torch.Tensor, weight: QuantizedWeight) ->
     return (wrong / total) ** 0.5
 
 
-def row_invariant(product: Callable[[torch.Tensor], torch.Tensor], k: int, device: torch.device, most: int) -> bool:
+def row_invariant(product: Product, k: int, device: torch.device, most: int) -> bool:
     """Whether a row's bits are the same alone, in every batch size and at every place, up to `most` rows."""
     x = torch.randn(most, k, device=device).to(torch.bfloat16)
     whole = product(x)
@@ -112,43 +114,57 @@ def row_invariant(product: Callable[[torch.Tensor], torch.Tensor], k: int, devic
     return torch.equal(product(x[most - 1 :].contiguous())[0], whole[most - 1])
 
 
-def soloist_candidates(weights: list[QuantizedWeight], space: Workspace, dependent: bool):
+def soloist_candidates(weights: list[QuantizedWeight], space: Workspace, dependent: bool) -> list[Product]:
     """This house's kernel over every rotated weight."""
     return [W4Product(pack(w), space, dependent=dependent) for w in weights]
 
 
-def torch_candidates(weights: list[QuantizedWeight]):
+def _int4pack(x: torch.Tensor, packed: torch.Tensor, group: int, table: torch.Tensor) -> torch.Tensor:
+    return torch.ops.aten._weight_int4pack_mm(x, packed, group, table)
+
+
+def torch_candidates(weights: list[QuantizedWeight]) -> list[Product]:
     """torch's int4 product, (code - 8) * scale + zero form, from torch core."""
-    out = []
+    out: list[Product] = []
     for w in weights:
         codes = w.unpack().to(torch.int32)
         packed = torch.ops.aten._convert_weight_to_int4pack((codes[:, ::2] << 4 | codes[:, 1::2]).to(torch.uint8), 8)
         scale = w.scales.to(torch.bfloat16).T.contiguous()
         table = torch.stack((scale, torch.zeros_like(scale)), -1).contiguous()
-        out.append(lambda x, p=packed, t=table, g=w.group: torch.ops.aten._weight_int4pack_mm(x, p, g, t))
+        out.append(partial(_int4pack, packed=packed, group=w.group, table=table))
     return out
 
 
-def humming_candidates(weights: list[QuantizedWeight], invariant: bool):
+def humming_candidates(weights: list[QuantizedWeight], invariant: bool) -> list[Product]:
     """humming-kernels over the same codes, its own heuristics."""
     from humming.layer import HummingLayer
 
-    out = []
+    config = {"use_batch_invariant": True} if invariant else None
+    out: list[Product] = []
     for w in weights:
         n, k = w.shape
-        config = {"quant_method": "humming", "dtype": "uint4", "group_size": w.group}
-        layer = HummingLayer(shape_n=n, shape_k=k, weight_config=config, torch_dtype=torch.bfloat16).cuda()
+        form = {"quant_method": "humming", "dtype": "uint4", "group_size": w.group}
+        layer = HummingLayer(shape_n=n, shape_k=k, weight_config=form, torch_dtype=torch.bfloat16).cuda()
         layer.load_from_tensors({"weight": w.codes, "weight_scale": w.scales.to(torch.bfloat16)})
         layer.transform()
-        out.append(lambda x, m=layer: m(x, compute_config={"use_batch_invariant": True} if invariant else None))
+        out.append(partial(layer, compute_config=config))
     return out
 
 
-def measure(name: str, build: Callable, weights: list, rows: tuple, results: list, rate: float, most: int) -> None:
+def measure(
+    name: str,
+    build: Build,
+    weights: list[QuantizedWeight],
+    rows: tuple[int, ...],
+    results: list[dict[str, object]],
+    rate: float,
+    most: int,
+) -> None:
     """Check, then time, one candidate on one shape; append to `results`."""
     n, k = weights[0].shape
     nbytes = n * k // 2 + n * (k // weights[0].group) * 2
-    record = {"candidate": name, "n": n, "k": k, "bytes": nbytes, "zeros": weights[0].zeros is not None}
+    record: dict[str, object] = {"candidate": name, "n": n, "k": k, "bytes": nbytes}
+    record["zeros"] = weights[0].zeros is not None
     try:
         started = time.perf_counter()
         products = build(weights)
@@ -168,9 +184,9 @@ def measure(name: str, build: Callable, weights: list, rows: tuple, results: lis
     print(json.dumps(record), flush=True)
 
 
-def candidate_table(space: Workspace) -> dict[str, tuple[Callable, tuple[int, ...], int, bool]]:
+def candidate_table(space: Workspace) -> dict[str, tuple[Build, tuple[int, ...], int, bool]]:
     """name -> (build, extra row counts, rows of the invariance check, asymmetric weights)."""
-    table = {
+    return {
         "soloist": (lambda w: soloist_candidates(w, space, False), (32, 64), 64, False),
         "soloist-pdl": (lambda w: soloist_candidates(w, space, True), (), 64, False),
         "soloist-zeros": (lambda w: soloist_candidates(w, space, False), (), 64, True),
@@ -178,7 +194,6 @@ def candidate_table(space: Workspace) -> dict[str, tuple[Callable, tuple[int, ..
         "humming": (lambda w: humming_candidates(w, False), (), 16, False),
         "humming-invariant": (lambda w: humming_candidates(w, True), (), 16, False),
     }
-    return table
 
 
 def measure_prefill(shape: str, weight: QuantizedWeight, space: Workspace, flops: float) -> dict[str, object]:
@@ -210,7 +225,8 @@ def main() -> None:
     parser.add_argument("--prefill", action="store_true")
     args = parser.parse_args()
     torch.manual_seed(0)
-    device, results = torch.device("cuda"), []
+    device = torch.device("cuda")
+    results: list[dict[str, object]] = []
     space = Workspace(device)
     rate, flops = copy_bandwidth(device), matrix_rate(device)
     card = {"card": torch.cuda.get_device_name(), "torch": torch.__version__, "copy_Bps": rate, "bf16_flops": flops}

@@ -1,8 +1,8 @@
 """`soloist bench step`: the verify step on this card at a named shape, against the time its bytes take.
 
 The model code is the engine's own (`models/card.py`); weights are random (`synthetic.py`). The roofline comes first:
-the bytes a step must read and the time they take at the measured copy bandwidth. Then ms per step, captured in a graph, by
-rows and context, with one step's milliseconds by class from the profiler. Last line: one JSON document.
+the bytes a step must read and the time they take at the measured copy bandwidth. Then ms per step, captured in a
+graph, by rows and context, with one step's milliseconds by class from the profiler. Last line: one JSON document.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -207,7 +208,7 @@ def run(shape: str, layers: int, cases: list[Case], state_dtype: torch.dtype) ->
     results = []
     for case in cases:
         rows = bench.prepare(case)
-        graph = capture(lambda n=rows: bench.model.sequence(n))
+        graph = capture(partial(bench.model.sequence, rows))
         step_ms = replay_ms(graph)
         settle_ms = replay_ms(capture(bench.settle_calls(case)))
         floor = bench.step_bytes(case) / rate * 1e3

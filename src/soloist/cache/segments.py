@@ -93,7 +93,7 @@ class Segment:
 def _digest(name: str, tensor: torch.Tensor) -> str:
     """Covers name, dtype and shape as well as the bytes."""
     mark = hashlib.blake2b(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode(), digest_size=16)
-    mark.update(memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy()))
+    mark.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return mark.hexdigest()
 
 

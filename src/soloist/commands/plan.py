@@ -54,9 +54,9 @@ def plan(
     chosen = choices(settings, checkpoint, dtype)
     drafter, drafter_bytes = drafter_of(settings, checkpoint, chosen)
     size, taken = _card(card, used)
-    given = {"card": size, "used": taken, "drafter": drafter, "drafter_bytes": drafter_bytes}
-    result = planner.plan(checkpoint.config, checkpoint.nbytes(), chosen, **given)
-    gains = planner.savings(checkpoint.config, checkpoint.nbytes(), chosen, **given)
+    given = checkpoint.config, checkpoint.nbytes(), chosen
+    result = planner.plan(*given, card=size, used=taken, drafter=drafter, drafter_bytes=drafter_bytes)
+    gains = planner.savings(*given, card=size, used=taken, drafter=drafter, drafter_bytes=drafter_bytes)
     if as_json:
         residents = {str(context): result.residents(context) for context in planner.CONTEXTS}
         table = asdict(result) | {"residents": residents, "savings": [asdict(gain) for gain in gains]}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -114,7 +115,7 @@ def _on_card(
         raise SettingError("DTYPE=float32 has no kernels on a card.", "Set DTYPE=bfloat16, or DEVICE=cpu.")
     state_dtype = DTYPES[settings.state_dtype]
     plain = (SHORT[str(dtype).removeprefix("torch.")],) * 2
-    follow = progress and (lambda done, total: progress("layers", done, total))
+    follow = partial(progress, "layers") if progress is not None else None
     model = GraphedModel(CardLoader(checkpoint, device, dtype), checkpoint.config, follow)
     model.mode = settings.graphs
     prints = fingerprint(device, dtype, state_dtype, model.product) | {"model": checkpoint.fingerprint()}
@@ -136,7 +137,7 @@ def _on_cpu(
     """Load with the first product whose rows stand alone here; say which contracts are off if there is none."""
     state_dtype = DTYPES[settings.state_dtype]
     plain = (SHORT[str(dtype).removeprefix("torch.")],) * 2
-    follow = progress and (lambda done, total: progress("layers", done, total))
+    follow = partial(progress, "layers") if progress is not None else None
     names = candidates(device, dtype) if settings.linear == "auto" else [settings.linear]
     for name in names:
         load = Loader(checkpoint, device, dtype, name)

@@ -26,7 +26,7 @@ SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 def kv_formats(settings: Settings, dtype: str, device: torch.device | None = None) -> tuple[str, str]:
     """Formats of keys and values. `dtype` is the compute type; without a device the card is assumed to know fp8."""
-    key = settings.kv_format
+    key: str = settings.kv_format
     if key == "auto":
         key = PROFILES.get(settings.ctx, "") or SHORT[dtype]
         if key == "fp8" and device is not None and device.type == "cuda" and not _knows_fp8(device):

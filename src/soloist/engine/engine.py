@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from soloist.engine.memory import Memory
-from soloist.engine.request import Event, Phase, Request
+from soloist.engine.request import Event, FinishReason, Phase, Request
 from soloist.engine.reuse import Reuse
 from soloist.engine.runner import Runner
 from soloist.engine.scheduler import DecodeStep, PrefillSlice, Scheduler
@@ -370,7 +370,7 @@ class Engine:
             tasks, self._tasks = self._tasks, []
         for _, answer in tasks:
             answer.put(error or EngineDeadError("The engine has stopped."))
-        reason = "error" if error else "abort"
+        reason: FinishReason = "error" if error else "abort"
         for request in leftover:
             self.scheduler.remove(request)
             self._tell(request, Event(tokens=(), finish_reason=reason, error=error, stats=request.stats))

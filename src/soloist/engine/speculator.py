@@ -208,9 +208,9 @@ class Speculator:
     ) -> Fused:
         """Cut to what the block rule allows, and order for the walk."""
         c = self.config
-        long_copy = bool(matches and c.lookup) and (
-            matches[0].length >= c.lookup.longmin and len(matches[0].tokens) > c.block
-        )
+        long_copy = False
+        if matches and c.lookup is not None:
+            long_copy = matches[0].length >= c.lookup.longmin and len(matches[0].tokens) > c.block
         has_tail = fused.has_tail or (long_copy and (c.tree or not drafted))
         survival = fused.proposal.survival
         if fused.peeked:

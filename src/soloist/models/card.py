@@ -304,7 +304,8 @@ class CardModel(Qwen35):
         u, ba = b.u[layer, :count], b.ba[:count]
         _decode(mixer.qkvz, h, u)
         _decode(mixer.ba, h, ba)
-        record = tuple(t[:count] for t in (b.dq, b.dk[layer], b.dv[layer], b.decay[layer], b.beta[layer]))
+        inputs = b.dk[layer, :count], b.dv[layer, :count], b.decay[layer, :count], b.beta[layer, :count]
+        record = (b.dq[:count], *inputs)
         delta.prepare(
             u, ba, self._state.conv[layer], table["taps"], table["request"], table["slots"],
             mixer.conv, mixer.negative_a, mixer.dt_bias, record,

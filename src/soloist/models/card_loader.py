@@ -8,7 +8,6 @@ import torch
 
 from soloist.models.layers import Loader, Source
 from soloist.ops.card_products import CardLinear, card_linear, fused_card_linear
-from soloist.ops.linear import Weight
 
 
 class CardLoader(Loader):
@@ -16,10 +15,7 @@ class CardLoader(Loader):
 
     def __init__(self, source: Source, device: torch.device, dtype: torch.dtype) -> None:
         self.source, self.device, self.dtype = source, device, dtype
-        self.product = CardLinear
+        self.product, self.make = CardLinear.name, card_linear
 
     def linear(self, modules: Sequence[str], pad: int = 1) -> CardLinear:
         return fused_card_linear([self.source.weight(m) for m in modules], self.device, self.dtype, pad)
-
-    def of(self, weight: Weight) -> CardLinear:
-        return card_linear(weight, self.device, self.dtype)

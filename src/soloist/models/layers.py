@@ -6,7 +6,7 @@ states come from is the caller's business (`qwen3_5.py` for the target, `mtp.py`
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -36,7 +36,9 @@ class Loader:
 
     def __init__(self, source: Source, device: torch.device, dtype: torch.dtype, product: str = "auto") -> None:
         self.source, self.device, self.dtype = source, device, dtype
-        self.product = product_class(product, device, dtype)
+        kind = product_class(product, device, dtype)
+        self.product: str = kind.name
+        self.make: Callable[[Weight, torch.device, torch.dtype], Linear] = kind
 
     def linear(self, modules: Sequence[str], pad: int = 1) -> Linear:
         """One product over the stacked rows of `modules`, each padded with zero rows to a multiple of `pad`."""
@@ -44,7 +46,7 @@ class Loader:
 
     def of(self, weight: Weight) -> Linear:
         """A product over a weight at hand."""
-        return self.product(weight, self.device, self.dtype)
+        return self.make(weight, self.device, self.dtype)
 
     def factor(self, name: str, offset: float = 1.0) -> torch.Tensor:
         """A norm weight as the factor to multiply with, fp32: zero-centred weights get `offset` 1, plain ones 0."""

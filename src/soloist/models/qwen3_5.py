@@ -29,7 +29,7 @@ class Qwen35:
 
     def __init__(self, load: Loader, config: ModelConfig, progress: Progress | None = None) -> None:
         self.config, self.dtype, self.device = config, load.dtype, load.device
-        self.product = load.product.name
+        self.product = load.product
         self.embedding = load.source.weight("embed_tokens").dequantize(load.dtype).to(load.device)
         self.layers: list[tuple[DecoderNorms, Attention | DeltaNet, MLP]] = []
         for i, kind in enumerate(config.layer_types):
@@ -102,11 +102,11 @@ class Qwen35:
             assert record is not None
             record.kv.append((k, v))
             k, v = caches.kv.roundtrip(layer, k, v)
-            if caches.kv.tile > GRID:
+            if tiled.is_tiled(caches.kv):
                 return mixer.finish(tiled.verify(caches.kv, layer, q, k, v, step, mixer.scale), gate, x)
             settled = [caches.kv.read_rows(layer, rows) for rows in step.page_rows]
             o = verify_attention(q, k, v, settled, step.attention, mixer.scale)
-        elif caches.kv.tile > GRID:
+        elif tiled.is_tiled(caches.kv):
             o = tiled.prefill(caches.kv, layer, q, k, v, step, mixer.scale)
         else:
             caches.kv.write(layer, step.page_rows[step.start :], k, v)

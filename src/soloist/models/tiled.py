@@ -6,27 +6,27 @@ sides of a tile's edge attends twice, once for each side, and every row keeps it
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, TypeGuard
 
 import torch
 import torch.nn.functional as F
 
+from soloist.models.state import KV
 from soloist.models.step import GRID, PrefillStep, VerifyStep, Where
 from soloist.ops.attention import prefill_attention, verify_attention
 
 
-class TiledKV(Protocol):
+class TiledKV(KV, Protocol):
     """What is needed of `cache/tiles.py`."""
-
-    tile: int
-
-    def write(
-        self, layer: int, index: torch.Tensor, k: torch.Tensor, v: torch.Tensor, where: Where | None = None
-    ) -> None: ...
 
     def read_settled(
         self, layer: int, index: torch.Tensor, slot: int, tile: int
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+def is_tiled(kv: KV) -> TypeGuard[TiledKV]:
+    """Whether what a row reads depends on the tile it stands in: stores whose tiles are longer than a page."""
+    return kv.tile > GRID
 
 
 def verify(
