@@ -218,6 +218,13 @@ def test_thinking_budget(script, n, spec):
     assert reply.choices[0].message.content and not (reply.choices[0].message.content or "").startswith("\n")
 
 
+def test_a_budget_spares_a_call_that_ended_the_thinking(script):
+    live = script([b"I ne", b"ed it", *CALL])
+    message = whole(live, tools=TOOLS, extra_body={"thinking_token_budget": 12}).choices[0].message
+    assert message.reasoning == "I need it"
+    assert json.loads(message.tool_calls[0].function.arguments) == VALUES
+
+
 @pytest.mark.parametrize("cut", range(1, 9))
 def test_a_character_cut_by_the_limit(script, cut):
     """R55: no replacement character but for a truly cut last character."""

@@ -71,7 +71,8 @@ class History:
                 raise EngineError(f"Token {token} at position {self.position} is not allowed by the grammar.")
         self._pushed.append(taken)
         thinking = self.params.thinking
-        if thinking is not None and token == thinking.end_id and self._end_of_thinking is None:
+        closes = thinking is not None and (token == thinking.end_id or token in thinking.also_ends)
+        if closes and self._end_of_thinking is None:
             self._end_of_thinking = len(self.output)
         self.output.append(token)
         if self._counting:

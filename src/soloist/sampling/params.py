@@ -14,12 +14,14 @@ MAX_LOGPROBS = 20
 class ThinkingBudget:
     """Force `close_ids` once `tokens` tokens were generated inside the think block.
 
-    The block is open from the first generated token; `end_id` (`</think>`) closes it by itself.
+    The block is open from the first generated token; `end_id` (`</think>`) closes it by itself, and so does each of
+    `also_ends` (a tool call begun without closing the block: forcing the closing tag into it would break the call).
     """
 
     tokens: int
     close_ids: tuple[int, ...]
     end_id: int
+    also_ends: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -48,11 +48,12 @@ class ChatRun:
         self._turn = turn
         self._rendered = prompt
         thinking_open = thinking_left_open(service.tokenizer, self.prompt)
+        self._parses_calls = bool(turn.tools) and turn.tool_choice.kind != "none"
         params = self._params(thinking_open)
         self._rules = ChoiceRules(
             thinking_open=thinking_open,
             reopen=turn.thinking.enabled is not False,
-            parse_calls=bool(turn.tools) and turn.tool_choice.kind != "none",
+            parse_calls=self._parses_calls,
             parallel=turn.parallel,
             include_reasoning=turn.include_reasoning,
             budget=params.thinking.tokens if params.thinking else None,
@@ -71,6 +72,7 @@ class ChatRun:
                     has_stops=bool(turn.fields.stop),
                     grammar=grammar() if grammar else None,
                     cache_salt=turn.fields.cache_salt or "",
+                    pictures=prompt.pictures,
                 )
             )
         self.generation = Generation(service.engine, plans, observer)
@@ -80,7 +82,9 @@ class ChatRun:
         budget = None
         if turn.thinking.budget is not None and thinking_open and service.think_close is not None:
             close = tuple(service.tokenizer.encode(CLOSE_TEXT))
-            budget = ThinkingBudget(turn.thinking.budget, close, service.think_close)
+            call = service.tokenizer.id_of(CALL_OPEN)
+            ends = (call,) if call is not None and self._parses_calls else ()
+            budget = ThinkingBudget(turn.thinking.budget, close, service.think_close, ends)
         return sampling_params(
             turn.fields,
             max_tokens=resolve_max_tokens(

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
-from soloist.engine.request import Event, Request, RequestStats
+from soloist.engine.request import Event, Picture, Request, RequestStats
 from soloist.errors import EngineError
 from soloist.sampling.grammar import Grammar
 from soloist.sampling.params import SamplingParams
@@ -27,6 +27,7 @@ class Plan:
     has_stops: bool = False
     grammar: Grammar | None = None
     cache_salt: str = ""
+    pictures: tuple[Picture, ...] = ()
 
 
 @dataclass
@@ -64,6 +65,7 @@ class Generation:
             self._expected = len(self._sequences)
             self.close()
             raise
+        observer.started([s.request for s in self._sequences])
 
     def _request(self, index: int, plan: Plan) -> Request:
         return Request(
@@ -74,6 +76,7 @@ class Generation:
             grammar=plan.grammar,
             eos_ids=self._engine.eos_ids,
             cache_salt=plan.cache_salt,
+            pictures=plan.pictures,
         )
 
     def _deliver(self, index: int, event: Event) -> None:

@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from soloist.engine.vision import read_processor
 from soloist.server.options import ServerOptions
+from soloist.server.pictures import PictureRules
 from soloist.settings import Settings
 
 _SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -37,4 +39,16 @@ def server_options(settings: Settings, directory: Path, fingerprint: str = "") -
         reasoning_fields=_REASONING_FIELDS[settings.reasoning_fields],
         fingerprint=fingerprint,
         defaults=sampling_defaults(directory) if settings.generation_defaults else {},
+        pictures=picture_rules(settings, directory) if settings.vision else None,
+    )
+
+
+def picture_rules(settings: Settings, directory: Path) -> PictureRules:
+    """How pictures are taken with VISION=1. Raises CheckpointError for a directory without a preprocessor config."""
+    return PictureRules(
+        processor=read_processor(directory),
+        limit=settings.vision_max_images,
+        max_pixels=settings.vision_max_pixels,
+        fetch=settings.vision_urls,
+        max_bytes=settings.max_body_mb << 20,
     )

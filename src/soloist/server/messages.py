@@ -7,6 +7,7 @@
 | a system message after the first other turn | stays in its place, as `<system-reminder>` text at the end of the   |
 |                                             | user or tool message before it, else as a user message of its own   |
 | content parts                               | their texts joined; `None` or missing becomes ""                    |
+| pictures in user and tool messages          | parts of type `image`, between the texts (VISION=1)                 |
 | `tool_calls[].function.arguments` as text   | parsed to an object; "" is {}; what is no object is {"arguments": x} |
 | legacy `function_call` / role `function`    | `tool_calls` / role `tool`                                          |
 | `reasoning` or `reasoning_content`          | both names carry it                                                 |
@@ -22,9 +23,11 @@ import json
 from typing import Any
 
 from soloist.errors import RequestError
+from soloist.server.pictures import address_of
 
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
+_SEEING = ("user", "tool", "function")
 _IMAGE_PARTS = ("image_url", "input_image", "image")
 
 
@@ -66,10 +69,9 @@ def _one(message: Any, place: str, vision: bool) -> dict[str, Any]:
     role = message.get("role")
     if role not in _ROLES:
         raise RequestError(f"{place}.role must be one of {', '.join(_ROLES)}.", param=f"{place}.role")
-    images_ok = vision and role in ("user", "tool")
     out: dict[str, Any] = {
         "role": {"developer": "system", "function": "tool"}.get(role, role),
-        "content": _content(message.get("content"), f"{place}.content", images_ok),
+        "content": _content(message.get("content"), f"{place}.content", role, vision),
     }
     if role == "assistant":
         reasoning = message.get("reasoning") or message.get("reasoning_content")
@@ -89,7 +91,7 @@ def _one(message: Any, place: str, vision: bool) -> dict[str, Any]:
     return out
 
 
-def _content(content: Any, place: str, images_ok: bool) -> str | list[dict[str, Any]]:
+def _content(content: Any, place: str, role: str, vision: bool) -> str | list[dict[str, Any]]:
     if content is None:
         return ""
     if isinstance(content, str):
@@ -105,9 +107,11 @@ def _content(content: Any, place: str, images_ok: bool) -> str | list[dict[str, 
         elif kind in _TEXT_PARTS and isinstance(part.get("text", part.get("refusal")), str):
             parts.append({"type": "text", "text": part.get("text", part.get("refusal"))})
         elif kind in _IMAGE_PARTS:
-            if not images_ok:
+            if not vision:
                 raise RequestError(f"{here} is a picture, and vision is off.", "Start with VISION=1.", param=here)
-            parts.append(part)
+            if role not in _SEEING:
+                raise RequestError(f"{here}: a message of role {role} cannot hold a picture.", param=here)
+            parts.append({"type": "image", "image_url": {"url": address_of(part, here)}, "place": here})
         else:
             raise RequestError(f"{here} has an unsupported type {kind!r}; text parts are supported.", param=here)
     if all(part["type"] == "text" for part in parts):

@@ -6,7 +6,8 @@ import logging
 import time
 from collections.abc import Sequence
 
-from soloist.engine.request import Event
+from soloist.engine.request import Event, Request
+from soloist.server.live import LiveRequests
 from soloist.server.metrics import Meters
 
 log = logging.getLogger("soloist.requests")
@@ -15,10 +16,15 @@ log = logging.getLogger("soloist.requests")
 class Observer:
     """Follows one HTTP request's sequences; `endpoint` and `reply_id` name it in the log."""
 
-    def __init__(self, meters: Meters, endpoint: str, reply_id: str) -> None:
+    def __init__(self, meters: Meters, live: LiveRequests, endpoint: str, reply_id: str) -> None:
         self._meters = meters
+        self._live = live
         self._endpoint = endpoint
         self._reply_id = reply_id
+
+    def started(self, requests: Sequence[Request]) -> None:
+        """The sequences were submitted."""
+        self._live.begin(self._reply_id, self._endpoint, requests)
 
     def gap(self, seconds: float, tokens: int) -> None:
         """A step's tokens came `seconds` after the step before."""
@@ -26,6 +32,7 @@ class Observer:
 
     def ended(self, finals: Sequence[Event]) -> None:
         """All sequences have ended: book each, write the row."""
+        self._live.end(self._reply_id)
         stats = [event.stats for event in finals if event.stats is not None]
         for event in finals:
             if event.stats is not None and event.finish_reason is not None:

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from soloist.server.pictures import PictureRules
+
 
 @dataclass(frozen=True)
 class ServerOptions:
@@ -14,7 +16,7 @@ class ServerOptions:
 
     `names` are the model's aliases, the first is the one reported. `defaults` are sampling values for silent
     requests (from `generation_config.json`). Times are in seconds, sizes in bytes. `cache_unit` is the page size in
-    tokens, below which nothing is reused.
+    tokens, below which nothing is reused. `pictures` None: vision is off.
     """
 
     names: tuple[str, ...] = ("demo",)
@@ -26,8 +28,8 @@ class ServerOptions:
     reasoning_fields: tuple[str, ...] = ("reasoning", "reasoning_content")
     force_usage: bool = False
     keepalive_s: float = 15.0
-    stuck_s: float = 60.0
-    vision: bool = False
+    stuck_s: float = 120.0
+    pictures: PictureRules | None = None
     cache_unit: int = 64
     fingerprint: str = ""
     defaults: Mapping[str, Any] = field(default_factory=dict)

@@ -7,9 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from soloist.engine.request import Picture
 from soloist.errors import RequestError
 from soloist.server.messages import normalise, parse_arguments
 from soloist.server.parsers.parts import THINK_CLOSE, THINK_OPEN, TURN_START, Answer
+from soloist.server.pictures import PLACEHOLDER, Raster, expand, load, place
 from soloist.server.service import Service
 from soloist.server.template import ChatTemplate
 from soloist.server.tokenizer import Tokenizer
@@ -22,7 +24,10 @@ _RESERVED = ("messages", "tools", "add_generation_prompt")
 
 @dataclass(frozen=True)
 class Prompt:
-    """A rendered turn. `ids` stand for `text`; the first `spliced` of them are those of a remembered transcript."""
+    """A rendered turn. `ids` stand for `text`; the first `spliced` of them are those of a remembered transcript.
+
+    `rasters` are its pictures in order, `pictures` the same placed among the ids.
+    """
 
     text: str
     ids: list[int]
@@ -30,6 +35,8 @@ class Prompt:
     messages: list[dict[str, Any]]
     variables: Mapping[str, Any]
     template: ChatTemplate
+    rasters: tuple[Raster, ...] = ()
+    pictures: tuple[Picture, ...] = ()
 
     @property
     def has_history(self) -> bool:
@@ -47,12 +54,12 @@ class Prompt:
                 for call in answer.calls
             ]
         variables = {**self.variables, "add_generation_prompt": False}
-        return self.template.render([*self.messages, message], variables)
+        return expand(self.template.render([*self.messages, message], variables), self.rasters)
 
 
 def render(service: Service, turn: Turn) -> Prompt:
     """The prompt text of a turn, not encoded yet. Raises RequestError for messages that cannot be shown."""
-    messages = normalise(turn.messages, service.options.vision)
+    messages = normalise(turn.messages, service.options.pictures is not None)
     taken = next((name for name in _RESERVED if name in turn.template_kwargs), None)
     if taken is not None:
         raise RequestError(f"chat_template_kwargs may not set {taken}.", param="chat_template_kwargs")
@@ -86,12 +93,27 @@ async def prepare(service: Service, turn: Turn) -> Prompt:
     Where the history holds an answer of this server word for word, the ids it was generated with are used.
     """
     prompt = render(service, turn)
+    rasters = await load(prompt.messages, service.options.pictures)
+    if rasters:
+        prompt = replace(prompt, text=expand(prompt.text, rasters), rasters=tuple(rasters))
     kept, rest = service.transcripts.splice(prompt.text)
-    if len(rest) > _LONG_TEXT:
-        ids = await asyncio.to_thread(service.tokenizer.encode, rest)
-    else:
-        ids = service.tokenizer.encode(rest)
-    return replace(prompt, ids=[*kept, *ids], spliced=len(kept))
+    ids = [*kept, *await _encode(service, rest)]
+    if not rasters:
+        return replace(prompt, ids=ids, spliced=len(kept))
+    pad = service.tokenizer.id_of(PLACEHOLDER)
+    pictures = place(ids, pad, rasters)
+    if pictures is None and kept:  # an earlier answer generated a placeholder of its own
+        kept, ids = [], await _encode(service, prompt.text)
+        pictures = place(ids, pad, rasters)
+    if pictures is None:
+        raise RequestError(f"This model's tokenizer does not keep {PLACEHOLDER} as one token.", param="messages")
+    return replace(prompt, ids=ids, spliced=len(kept), pictures=pictures)
+
+
+async def _encode(service: Service, text: str) -> list[int]:
+    if len(text) > _LONG_TEXT:
+        return await asyncio.to_thread(service.tokenizer.encode, text)
+    return service.tokenizer.encode(text)
 
 
 def thinking_left_open(tokenizer: Tokenizer, prompt: Sequence[int]) -> bool:

@@ -8,6 +8,7 @@ from soloist.errors import RequestError
 from soloist.sampling.llg import GrammarCompiler
 from soloist.server.face import EngineFace
 from soloist.server.fields import IgnoredFields
+from soloist.server.live import LiveRequests
 from soloist.server.metrics import Meters
 from soloist.server.options import ServerOptions
 from soloist.server.parsers.parts import THINK_CLOSE, TURN_END, marker_ids
@@ -27,6 +28,7 @@ class Service:
     options: ServerOptions
     meters: Meters = field(init=False)
     ignored: IgnoredFields = field(default_factory=IgnoredFields)
+    live: LiveRequests = field(default_factory=LiveRequests)
     responses: ResponseStore = field(default_factory=ResponseStore)
     transcripts: Transcripts = field(init=False)
     markers: dict[int, str] = field(init=False)

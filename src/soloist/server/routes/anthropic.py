@@ -67,7 +67,7 @@ class MessageReply:
         self._service = service
         self._id = new_id("msg_")
         self._model = model
-        self.observer = Observer(service.meters, "messages", self._id)
+        self.observer = Observer(service.meters, service.live, "messages", self._id)
 
     def _message(self, content: list[dict[str, Any]], usage: dict[str, Any], **ending: Any) -> dict[str, Any]:
         return {

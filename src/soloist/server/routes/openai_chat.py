@@ -108,7 +108,7 @@ class ChatReply:
         self._id = f"chatcmpl-{body.request_id}" if body.request_id else new_id("chatcmpl-")
         self._base = {"id": self._id, "created": int(time.time()), "model": model}
         self._call_ids: dict[tuple[int, int], str] = {}
-        self.observer = Observer(service.meters, "chat", self._id)
+        self.observer = Observer(service.meters, service.live, "chat", self._id)
 
     async def whole(self, run: ChatRun) -> dict[str, Any]:
         """The `chat.completion` object."""

@@ -156,7 +156,9 @@ class CompletionReply:
         self._base = {"id": reply_id, "object": "text_completion", "created": int(time.time()), "model": model}
         plans = [plan for prompt in prompts for plan in self._plans(prompt)]
         self._choices = [_Choice(self, i, plan.prompt) for i, plan in enumerate(plans)]
-        self.generation = Generation(service.engine, plans, Observer(service.meters, "completions", reply_id))
+        self.generation = Generation(
+            service.engine, plans, Observer(service.meters, service.live, "completions", reply_id)
+        )
 
     def _plans(self, prompt: list[int]) -> list[Plan]:
         body, service = self.body, self.service

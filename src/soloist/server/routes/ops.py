@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as installed_version
+from importlib.resources import files
 
 from fastapi import APIRouter, Request
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -13,6 +14,8 @@ from soloist.server.reply import JsonReply
 from soloist.server.service import Service
 
 router = APIRouter()
+
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
 
 
 def package_version() -> str:
@@ -46,6 +49,38 @@ async def ready(request: Request) -> Response:
         "degraded": list(status.degraded),
     }
     return JsonReply(body, status_code=200 if reason is None else 503)
+
+
+@router.get("/status")
+async def status(request: Request) -> Response:
+    """What the status page shows: no prompt, no answer, no key."""
+    service: Service = request.app.state.service
+    now = service.engine.status()
+    body = {
+        "model": service.options.names[0],
+        "context": service.engine.max_len,
+        "trouble": service.trouble(),
+        "draining": request.app.state.draining,
+        "running": now.running,
+        "waiting": now.waiting,
+        "parked": now.parked,
+        "pages_used": now.pages_used,
+        "pages_total": now.pages_total,
+        "slots_used": now.slots_used,
+        "slots_total": now.slots_total,
+        "degraded": list(now.degraded),
+        "knobs": dict(now.knobs),
+        "counters": dict(now.counters),
+        **service.live.snapshot(),
+    }
+    return JsonReply(body)
+
+
+@router.get("/", include_in_schema=False)
+async def page() -> Response:
+    """The status page: one file, nothing from elsewhere."""
+    html = files("soloist.server").joinpath("page/status.html").read_bytes()
+    return Response(html, media_type="text/html", headers={"Content-Security-Policy": _POLICY})
 
 
 @router.get("/version")

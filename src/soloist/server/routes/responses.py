@@ -90,7 +90,7 @@ class ResponseReply:
         self._created = int(time.time())
         self._sequence = -1
         self._run: ChatRun | None = None
-        self.observer = Observer(service.meters, "responses", self._id)
+        self.observer = Observer(service.meters, service.live, "responses", self._id)
 
     def begin(self, run: ChatRun) -> None:
         """Make the running response known, so that it can be cancelled by id."""
