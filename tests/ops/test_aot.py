@@ -1,5 +1,6 @@
 """Every kernel compiles for every card users have, without one, and fits its registers and shared memory."""
 
+import ast
 import os
 import subprocess
 import sys
@@ -18,3 +19,34 @@ def test_kernels_fit(arch: int) -> None:
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
     assert done.stdout.count(f"sm_{arch}") >= 40
+
+
+SUMS = """
+from soloist.ops import aot
+for name, call in aot.all_calls().items():
+    if name.startswith(("walk", "fold")):
+        seen = []
+        with aot.compiling({arch}, seen):
+            call()
+        for kernel, compiled in seen:
+            if kernel in ("_walk", "_fold"):
+                print(name.split(", ", 1)[1], kernel, aot.reductions(compiled), sep="|")
+"""
+
+
+@pytest.mark.parametrize("arch", [86, 90])
+def test_fold_adds_in_the_order_of_the_walk(arch: int) -> None:
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
+    command = [sys.executable, "-c", SUMS.format(arch=arch)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
+    assert done.returncode == 0, done.stderr[-2000:]
+    sums: dict[str, dict[str, list[str]]] = {}
+    for line in done.stdout.splitlines():
+        shape, kernel, layouts = line.split("|")
+        sums.setdefault(shape, {})[kernel] = ast.literal_eval(layouts)
+    assert len(sums) == 3
+    for shape, kernels in sums.items():
+        # The walk sums S^T k, then S^T q; the fold sums S^T k alone. A second sum of the same would be another order.
+        assert len(kernels["_walk"]) == 2 and len(kernels["_fold"]) == 1, (shape, kernels)
+        assert kernels["_walk"][0] == kernels["_fold"][0], (shape, kernels)

@@ -49,7 +49,7 @@ def test_refusals_name_the_reason() -> None:
 
 def test_ring_fits_the_cards_of_users() -> None:
     for limit in (101376, 166912, 232448):
-        for row_tile in ROW_TILES[: 3 if limit < 160000 else 4]:
+        for row_tile in ROW_TILES:
             ring = plan_ring(row_tile, True, limit)
             assert ring is not None and ring.stages >= 2
             assert ring.shared + 2048 <= limit

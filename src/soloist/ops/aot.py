@@ -118,6 +118,14 @@ def triton_kernels(arch: int, calls: dict[str, Callable[[], object]]) -> list[Co
     return out
 
 
+def reductions(kernel: Any) -> list[str]:
+    """The layouts in which a compiled Triton kernel sums, in order: equal layouts add in equal order."""
+    ir = kernel.asm["ttgir"]
+    layouts = dict(re.findall(r"^(#blocked\d*) = (.*)$", ir, re.MULTILINE))
+    blocks = re.findall(r'"tt\.reduce".*?\}\) : \(tensor<[^#]*(#blocked\d*)>', ir, re.DOTALL)
+    return [layouts[name] for name in blocks]
+
+
 def cuda_kernels(arch: int) -> list[Compiled]:
     """The W4A16 products' variants, compiled for sm_`arch` by NVRTC."""
     from soloist.ops import linear_cuda

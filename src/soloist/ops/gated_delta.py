@@ -39,15 +39,13 @@ def delta_step(state: torch.Tensor, x: DeltaInputs, state_dtype: torch.dtype) ->
 
     With a 16-bit `state_dtype` the state is rounded before it is read with q, as if it had been stored.
     """
-    n, heads, dk, dv = state.shape
-    s = state.view(n * heads, dk, dv)
-    s.mul_(x.decay.reshape(n * heads, 1, 1))
-    k = x.k.reshape(n * heads, 1, dk)
-    d = (x.v.reshape(n * heads, 1, dv) - torch.bmm(k, s)).mul_(x.beta.reshape(n * heads, 1, 1))
-    s.baddbmm_(k.transpose(1, 2), d)
+    state.mul_(x.decay[..., None, None])
+    k = x.k.unsqueeze(-1)
+    d = (x.v - (state * k).sum(-2)).mul_(x.beta.unsqueeze(-1))
+    state.addcmul_(k, d.unsqueeze(-2))
     if state_dtype != torch.float32:
-        s.copy_(s.to(state_dtype))
-    return torch.bmm(x.q.reshape(n * heads, 1, dk), s).view(n, heads, dv), state
+        state.copy_(state.to(state_dtype))
+    return (state * x.q.unsqueeze(-1)).sum(-2), state
 
 
 def fold(state: torch.Tensor, record: DeltaInputs, path: list[int], state_dtype: torch.dtype) -> torch.Tensor:

@@ -1,7 +1,7 @@
-"""W4A16 products for 1-64 rows on a card: the repack at load time and the launch of `cuda/w4a16.cu`.
+"""W4A16 products for 1-32 rows on a card: the repack at load time and the launch of `cuda/w4a16.cu`.
 
-The weight is streamed once per 64 rows (32 on cards with 99 KiB of shared memory); a row's bits depend on (N, K,
-multiprocessors) and on nothing else. What can go wrong: a workspace shared by two streams (make one per stream), or a card whose
+The weight is streamed once per 32 rows; a row's bits depend on (N, K, multiprocessors) and on nothing else. What can
+go wrong: a workspace shared by two streams (make one per stream), or a card whose
 shared memory is too small for a row tile (the tile shrinks, the bits stay).
 """
 
@@ -16,7 +16,7 @@ from soloist.ops.cuda import nvrtc
 from soloist.ops.linear import QuantizedWeight
 
 TILE_N, UNIT_K = 256, 64
-ROW_TILES = (8, 16, 32, 64)
+ROW_TILES = (8, 16, 32)
 K_GROUPS = 2
 MAX_STAGES = 6
 
@@ -139,7 +139,7 @@ class Workspace:
 class W4Product:
     """y = x W^T for bf16 rows over a packed 4-bit weight.
 
-    Rows run in tiles of 8, 16, 32 or 64 (the smallest that holds them); more than the largest tile run as
+    Rows run in tiles of 8, 16 or 32 (the smallest that holds them); more than the largest tile run as
     several launches. `dependent` launches with programmatic stream serialization (sm_90+): the weights of
     the first stages are fetched while the kernel before is still running.
     """

@@ -12,7 +12,7 @@
 // weight, 16-byte ones for the rows), before that every warp copies its part. It is refilled one step after it was
 // read, when all warps have long left it. A warp computes 64 columns: its MMA chains hide each other's latency.
 //
-// Compile-time: MT (8, 16, 32, 64 rows), U (1 or 2 units a stage), STAGES (ring depth per K group), HAS_ZEROS,
+// Compile-time: MT (8, 16, 32 rows), U (1 or 2 units a stage), STAGES (ring depth per K group), HAS_ZEROS,
 // SCALE_BF16, PDL.
 // Layouts (made by linear_cuda.pack): w [N/256][K/64][16 m-tiles][32 lanes][4 words]; lane 4 g + t holds rows g (words
 // 0, 1) and g + 8 (words 2, 3); word w of a row holds steps 2 w and 2 w + 1 of 16 columns; its nibbles i and i + 4 are
@@ -30,7 +30,7 @@
 #define Z_AT (S_AT + U * TILE_N * 2)
 #define STAGE_BYTES (Z_AT + (HAS_ZEROS ? U * TILE_N : 0))
 #define NT (MT / 8)
-#define NB (NT < 4 ? NT : NT == 4 ? 4 : 1) // row octets whose MMA chains run side by side, for two m-tiles
+#define NB (NT < 4 ? NT : 4) // row octets whose MMA chains run side by side, for two m-tiles
 #define PEERS (NT == 1 ? 8 : NT == 2 ? 4 : 1) // parts of other CTAs in flight while a tile is summed
 #define BULK (__CUDA_ARCH__ >= 900)
 

@@ -160,11 +160,11 @@ def _walk(
                     state = tl.load(settled).to(tl.float32)
                 else:
                     kept = tl.load(keep + above).to(tl.int64)
-                    state = tl.load(scratch + (kept * HV + head) * DK * DV + tile)
+                    state = tl.load(scratch + (kept * HV + head) * DK * DV + tile).to(tl.float32)
             state = _advance(state, ki, vi, di, bi, STATE)
             tl.store(out + (row * HV + head) * DV + cols_v, tl.sum(state * qi[None, :], 1))
             if entry > 0:
-                tl.store(scratch + (entry.to(tl.int64) * HV + head) * DK * DV + tile, state)
+                tl.store(scratch + (entry.to(tl.int64) * HV + head) * DK * DV + tile, state.to(STATE))
                 tl.debug_barrier()
             ki, qi, vi, di, bi, above, entry = k_next, q_next, v_next, d_next, b_next, above_next, entry_next
 
@@ -185,7 +185,8 @@ def walk(
 ) -> None:
     """Verify the rows of every request from its settled state.
 
-    states [slots, Hv, dk, dv]; out [T, Hv, dv] fp32; scratch fp32 [entries, Hv, dk, dv]; per request: slots, first
+    states [slots, Hv, dk, dv]; out [T, Hv, dv] fp32; scratch [entries, Hv, dk, dv], at least
+    as wide as states; per request: slots, first
     row, row count; per row: parent (global row or -1), keep (the scratch entry its state is left in, from 1 on, if a
     later row that is not the next one continues from it; else 0).
     """
@@ -194,6 +195,9 @@ def walk(
     value_heads, dv = v.shape[1], v.shape[2]
     bv = min(BLOCK_V, dv)
     on = pdl.dependent(out)
+    # A state is a value of its storage type after every token, so the scratch holds it exactly, and in the layout of
+    # the states: with another element size the compiler would compute each token twice, in two reduction orders.
+    scratch = scratch.view(states.dtype)
     _walk[(value_heads, dv // bv, slots.numel())](
         states, q, k, v, decay, beta, out, scratch, slots, starts, counts, parent, keep,
         key_heads, value_heads, dk, dv, bv, PDL=on, num_warps=1, enable_fp_fusion=False, **pdl.launch(on),
@@ -207,31 +211,33 @@ def _fold(
     HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
     layer = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) // (DV // BV)
-    block = tl.program_id(1) % (DV // BV)
+    head = tl.program_id(1)
     request = tl.program_id(2)
     length = tl.load(lengths + request)
     if length > 0:
         key_head = head // (HV // HK)
         rows_k = tl.arange(0, DK)
-        cols_v = block * BV + tl.arange(0, BV)
         slot = tl.load(slots + request).to(tl.int64)
-        settled = states + layer * state_layer + (slot * HV + head) * DK * DV + rows_k[None, :] * DV + cols_v[:, None]
         STATE: tl.constexpr = states.dtype.element_ty
-        state = tl.load(settled).to(tl.float32)
         k_at = k + layer * k_layer + key_head * DK + rows_k
-        v_at = v + layer * v_layer + head * DV + cols_v
         gates = layer * gate_layer + head
-        row = tl.load(path + request * path_stride).to(tl.int64)
-        ki, vi = tl.load(k_at + row * HK * DK), tl.load(v_at + row * HV * DV)
-        di, bi = tl.load(decay + gates + row * HV), tl.load(beta + gates + row * HV)
-        for i in range(length):
-            ahead = tl.load(path + request * path_stride + tl.minimum(i + 1, length - 1)).to(tl.int64)
-            k_next, v_next = tl.load(k_at + ahead * HK * DK), tl.load(v_at + ahead * HV * DV)
-            d_next, b_next = tl.load(decay + gates + ahead * HV), tl.load(beta + gates + ahead * HV)
-            state = _advance(state, ki, vi, di, bi, STATE)
-            ki, vi, di, bi = k_next, v_next, d_next, b_next
-        tl.store(settled, state.to(STATE))
+        first = tl.load(path + request * path_stride).to(tl.int64)
+        # One program per head: a program per eight columns would spend its time being launched.
+        for block in range(DV // BV):
+            cols_v = block * BV + tl.arange(0, BV)
+            tile = rows_k[None, :] * DV + cols_v[:, None]
+            settled = states + layer * state_layer + (slot * HV + head) * DK * DV + tile
+            v_at = v + layer * v_layer + head * DV + cols_v
+            state = tl.load(settled).to(tl.float32)
+            ki, vi = tl.load(k_at + first * HK * DK), tl.load(v_at + first * HV * DV)
+            di, bi = tl.load(decay + gates + first * HV), tl.load(beta + gates + first * HV)
+            for i in range(length):
+                ahead = tl.load(path + request * path_stride + tl.minimum(i + 1, length - 1)).to(tl.int64)
+                k_next, v_next = tl.load(k_at + ahead * HK * DK), tl.load(v_at + ahead * HV * DV)
+                d_next, b_next = tl.load(decay + gates + ahead * HV), tl.load(beta + gates + ahead * HV)
+                state = _advance(state, ki, vi, di, bi, STATE)
+                ki, vi, di, bi = k_next, v_next, d_next, b_next
+            tl.store(settled, state.to(STATE))
 
 
 @triton.jit
@@ -278,7 +284,7 @@ def fold(
     value_heads, dv = v.shape[2], v.shape[3]
     bv = min(BLOCK_V, dv)
     layers, requests, channels, width = states.shape[0], slots.numel(), conv.shape[-1], taps.shape[1]
-    _fold[(layers, value_heads * (dv // bv), requests)](
+    _fold[(layers, value_heads, requests)](
         states, conv, k, v, decay, beta, u, taps, path, lengths, slots,
         states.stride(0), conv.stride(0), k.stride(0), v.stride(0), decay.stride(0), u.stride(0), u.stride(1),
         path.stride(0), key_heads, value_heads, dk, dv, bv, num_warps=1, enable_fp_fusion=False,
