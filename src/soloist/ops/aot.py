@@ -80,7 +80,7 @@ def compiling(arch: int, seen: list[tuple[str, Any]]) -> Iterator[None]:
     before, dependent = driver._active, pdl.dependent
     driver.set_active(_Target(arch))
     JITFunction.run = run
-    pdl.dependent = lambda x: arch >= 90  # type: ignore[assignment]
+    pdl.dependent = lambda x: arch >= 90
     try:
         yield
     finally:

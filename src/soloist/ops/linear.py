@@ -11,11 +11,12 @@ What can go wrong: group scales may be negative, and codes are unsigned with an 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 
-def _moved(weight: object, names: tuple[str, ...], device: torch.device) -> dict[str, torch.Tensor]:
+def _moved(weight: object, names: tuple[str, ...], device: torch.device) -> dict[str, Any]:
     parts = {name: getattr(weight, name) for name in names}
     return {name: part.to(device) for name, part in parts.items() if part is not None}
 

@@ -300,7 +300,7 @@ def fold(
 def _gated_norm(
     o, z, weight, out, z_stride, eps, SIGMOID: tl.constexpr, HV: tl.constexpr, DV: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     pdl.begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
