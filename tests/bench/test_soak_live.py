@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import socket
+import subprocess
 import sys
+import time
 from pathlib import Path
 
+import httpx
 import pytest
 from typer.testing import CliRunner
 
@@ -51,3 +54,29 @@ def test_a_sound_server_passes(tmp_path, monkeypatch):
 def test_a_fault_in_the_cache_is_found(tmp_path, monkeypatch):
     code, result = soak(str(FAULTY), tmp_path, monkeypatch)
     assert code == 1 and any("text differs at character" in f for f in result.failures), result.failures
+
+
+def test_ending_the_benchmark_ends_its_server(tmp_path, monkeypatch):
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2] / "src"))
+    url = f"http://127.0.0.1:{port}"
+    serve = f"{sys.executable} {SOUND} serve demo --port {port}"
+    program = [sys.executable, "-c", "from soloist.cli import main; main()"]
+    arguments = ["bench", "soak", "--minutes", "5", "--serve", serve, "--url", url, "--out", str(tmp_path), "--no-plot"]
+    with subprocess.Popen([*program, *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as bench:
+        deadline = time.monotonic() + 240
+        while not answers(url):
+            assert bench.poll() is None and time.monotonic() < deadline
+            time.sleep(0.5)
+        bench.terminate()
+        assert bench.wait(60) == 2
+    assert not answers(url)
+
+
+def answers(url: str) -> bool:
+    try:
+        return httpx.get(url + "/health", timeout=2).status_code == 200
+    except httpx.HTTPError:
+        return False

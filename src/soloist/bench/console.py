@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import signal
 import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from soloist.bench.plots import draw, require_matplotlib
 from soloist.bench.result import Result
 from soloist.bench.run import Context
 from soloist.bench.serving import OwnServer
+from soloist.errors import UserError
 
 PIPE_WIDTH = 160
 Scenario = Callable[[Context], Awaitable[Result]]
@@ -54,7 +56,10 @@ def execute(options: Options, scenario: Scenario, title: str, total: int | None)
     if options.plot:
         require_matplotlib()
     console = Console() if sys.stdout.isatty() else Console(width=PIPE_WIDTH)
-    result = asyncio.run(_measure(options, scenario, title, total, console))
+    try:
+        result = asyncio.run(_measure(options, scenario, title, total, console))
+    except asyncio.CancelledError:
+        raise UserError("The benchmark was ended before it was complete.", "Run it again.") from None
     show(result, console)
     for path in write(result, options):
         console.print(f"[dim]written: {path}[/dim]")
@@ -62,6 +67,9 @@ def execute(options: Options, scenario: Scenario, title: str, total: int | None)
 
 
 async def _measure(options: Options, scenario: Scenario, title: str, total: int | None, console: Console) -> Result:
+    running = asyncio.current_task()
+    if running is not None:  # a supervisor's SIGTERM must not leave a server of ours behind
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, running.cancel)
     server = None
     if options.serve:
         server = OwnServer(options.serve, options.url, options.out / "server.log")
