@@ -14,6 +14,7 @@ from soloist.checks.base import Subject, Verdict, check, fail, ok, verdict, warn
 TIMEOUT_S = 5.0
 LOW_ACCEPTANCE = 1.3  # tokens per step under which drafting hardly pays
 FULL_POOL = 0.95
+PARTS = ("device", "dtype", "linear", "graphs", "state_dtype", "kv_format", "spec")
 
 
 def url(subject: Subject) -> str:
@@ -108,8 +109,8 @@ def server_key(subject: Subject) -> Iterator[Verdict]:
 )
 def server_parts(subject: Subject) -> Iterator[Verdict]:
     ready = fetch_json(subject, "/ready")
-    knobs = (fetch_json(subject, "/props").get("knobs") or {}).items()
-    shown = ", ".join(f"{k} {v}" for k, v in knobs) or "it reports no knobs"
+    knobs = fetch_json(subject, "/props").get("knobs") or {}
+    shown = ", ".join(f"{name} {knobs[name]}" for name in PARTS if name in knobs) or "it reports none"
     yield from [verdict("degraded", sentence=s) for s in ready.get("degraded") or []] or [verdict("fine", knobs=shown)]
 
 
