@@ -47,6 +47,9 @@ POINTLESS = (
     Pointless(("settle", "snapshot_every", "host_cache_gb", "session_dir"), "prefix_cache", (False,), use=True),
     Pointless(SESSIONS, "prefix_cache", (False,), use=True),
     Pointless(SESSIONS, "session_dir", ("none",), use="auto"),
+    Pointless(
+        ("vision_offload", "vision_max_images", "vision_max_pixels", "vision_urls"), "vision", (False,), use=True
+    ),
     Pointless(("ctx",), "kv_format", ("bf16", "fp16", "fp32", "fp8", "int8", "kvarn"), use="auto"),
 )
 OFF = (False, 0, "none", "auto")

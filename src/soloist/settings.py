@@ -37,6 +37,16 @@ class Settings:
         True, "Take sampling defaults from the model's generation_config.json.", group="Model"
     )
 
+    vision: bool = knob(False, "Take pictures: load the checkpoint's vision tower.", group="Vision")
+    vision_offload: bool = knob(
+        False, "Keep the tower in host memory and copy it to the card block by block.", group="Vision"
+    )
+    vision_max_images: int = knob(1, "Pictures a prompt may hold, its history included.", group="Vision", low=1)
+    vision_max_pixels: int = knob(
+        1 << 20, "Pixels above which a picture is scaled down; a token takes 1024 of them.", group="Vision", low=4096
+    )
+    vision_urls: bool = knob(False, "Fetch pictures from http and https addresses; 0: data URLs only.", group="Vision")
+
     host: str = knob("127.0.0.1", "Address to listen on.", group="Server")
     port: int = knob(
         18020, "Port to listen on, and the port `soloist chat` looks at.", group="Server", low=1, high=65535
@@ -48,6 +58,9 @@ class Settings:
     reasoning_fields: Literal["both", "reasoning", "reasoning_content"] = knob(
         "both", "Names under which reasoning text is returned.", group="Server"
     )
+    force_usage: bool = knob(False, "Send usage at the end of every stream, asked for or not.", group="Server")
+    cors_origins: tuple[str, ...] = knob(("*",), "Web origins that may call the server; *: any.", group="Server")
+    drain_s: int = knob(30, "Seconds running answers may go on after SIGTERM.", group="Server", low=0)
     log_level: Literal["debug", "info", "warning", "error"] = knob("info", "What the server logs.", group="Server")
 
     max_seqs: int = knob(8, "Requests decoded at the same time.", group="Scheduling", low=1, high=256)

@@ -190,7 +190,7 @@ def read_model_config(directory: str | Path) -> ModelConfig:
         head_dim=head_dim,
         rope_dim=int(head_dim * factor),
         rope_theta=float(rope.get("rope_theta", t.get("rope_theta", 1e7))),
-        mrope_section=tuple(rope.get("mrope_section") or ()),
+        mrope_section=tuple(rope.get("mrope_section") or (11, 11, 10)),
         linear_key_heads=hk,
         linear_value_heads=hv,
         linear_key_dim=int(t.get("linear_key_head_dim", 128)),

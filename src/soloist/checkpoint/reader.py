@@ -23,6 +23,7 @@ from soloist.checkpoint import formats
 from soloist.checkpoint.config import DrafterConfig, ModelConfig, read_drafter_config, read_model_config
 from soloist.checkpoint.formats import StoredModule, resolve
 from soloist.checkpoint.layout import (
+    VISION_PREFIXES,
     Layout,
     canonical,
     drafter_layout,
@@ -65,6 +66,7 @@ class Checkpoint:
         modules: Mapping[str, StoredModule],
         layout: Layout,
         notes: Sequence[str],
+        visual: Mapping[str, TensorInfo] | None = None,
     ) -> None:
         self.directory = directory
         self.kind = kind
@@ -73,6 +75,8 @@ class Checkpoint:
         self.modules = modules
         self.layout = layout
         self.notes = tuple(notes)
+        self.visual = dict(visual or {})
+        """The vision tower's tensors by their names inside it (`blocks.0.norm1.weight`); empty for text models."""
 
     @property
     def config(self) -> ModelConfig:
@@ -285,6 +289,15 @@ def _canonical_tensors(directory: Path, kind: Kind, stored: Mapping[str, TensorI
     return tensors
 
 
+def _visual(stored: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
+    found: dict[str, TensorInfo] = {}
+    for name, info in stored.items():
+        prefix = next((p for p in VISION_PREFIXES if name.startswith(p)), None)
+        if prefix is not None:
+            found[name.removeprefix(prefix)] = info
+    return found
+
+
 def _grouped(tensors: Mapping[str, TensorInfo]) -> dict[str, dict[str, TensorInfo]]:
     groups: dict[str, dict[str, TensorInfo]] = {}
     for name, info in tensors.items():
@@ -334,7 +347,8 @@ def open_checkpoint(
                 f"{directory} has no chat template (chat_template.jinja or tokenizer_config.json).",
                 "Copy chat_template.jinja from the original model's repository.",
             )
-    tensors = _canonical_tensors(directory, kind, read_directory(directory))
+    stored = read_directory(directory)
+    tensors = _canonical_tensors(directory, kind, stored)
     notes: list[str] = []
     if isinstance(config, ModelConfig):
         layout = target_layout(config)
@@ -358,7 +372,7 @@ def open_checkpoint(
                 f"the config implies {list(wanted)} in a float type.",
                 "config.json and weights belong to different models; download both again.",
             )
-    return Checkpoint(directory, kind, config, tensors, modules, layout, notes)
+    return Checkpoint(directory, kind, config, tensors, modules, layout, notes, _visual(stored))
 
 
 def _with_mtp(

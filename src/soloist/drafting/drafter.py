@@ -16,6 +16,7 @@ import torch
 
 from soloist.cache.kv import KVStore
 from soloist.drafting.draft import Draft
+from soloist.models.pictures import Sight
 from soloist.sampling.params import SamplingParams
 from soloist.sampling.verify import Mode
 
@@ -27,6 +28,7 @@ class SettledTokens:
     start   position of the first; tokens [n + 1]: they and the one after them
     hidden  [n, H] after the final norm; taps [n, t * H], None where the drafter wants none
     pages   the request's pages, which cover these positions
+    sight   the request's pictures, if its prompt has any
     """
 
     slot: int
@@ -35,6 +37,7 @@ class SettledTokens:
     hidden: torch.Tensor
     taps: torch.Tensor | None
     pages: Sequence[int]
+    sight: Sight | None = None
 
     @property
     def end(self) -> int:
@@ -50,6 +53,7 @@ class Ask:
     count   drafts wanted along a path; the drafter may give fewer
     tree    alternatives are wanted too (a CandidateGraph)
     sample  False: draft the likeliest tokens even where the request samples
+    sight   the request's pictures, if its prompt has any
     """
 
     slot: int
@@ -62,6 +66,7 @@ class Ask:
     count: int
     tree: bool = False
     sample: bool = True
+    sight: Sight | None = None
 
 
 class Drafter(Protocol):

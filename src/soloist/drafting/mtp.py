@@ -20,6 +20,7 @@ from soloist.drafting.draft import CandidateGraph, Draft
 from soloist.drafting.drafter import Ask, Backlog, SettledTokens
 from soloist.drafting.proposal import Law
 from soloist.models.mtp import MTPModule
+from soloist.models.pictures import Sight, seen_by
 from soloist.models.step import token_rows
 
 # Candidates looked at per row. A law over the 64 likeliest tokens is as legal as any other and costs no more to use.
@@ -157,6 +158,7 @@ class MTPDrafter:
         tokens: list[int] = []
         hidden: list[torch.Tensor] = []
         positions: list[int] = []
+        sights: list[tuple[Sight | None, int, int]] = []
         spans: dict[int, tuple[int, int]] = {}
         pages: dict[int, Sequence[int]] = {}
         parts = self._backlog.take(slots)
@@ -173,19 +175,21 @@ class MTPDrafter:
                 spans[slot] = spans.get(slot, (len(tokens), 0))[0], len(tokens) + last + 1 - first
                 tokens += part.tokens[first - start : last + 1 - start]
                 positions += range(first, last + 1)
+                sights.append((part.sight, first, last + 1 - first))
                 self._rows[slot] = last + 1
             pages[slot] = part.pages
             if part.end > start:
                 self._before[slot] = part.hidden[-1]
         if not tokens:
             return {}
-        return self._pass(tokens, torch.cat(hidden), positions, spans, pages)
+        return self._pass(tokens, torch.cat(hidden), positions, sights, spans, pages)
 
     def _pass(
         self,
         tokens: list[int],
         hidden: torch.Tensor,
         positions: list[int],
+        sights: Sequence[tuple[Sight | None, int, int]],
         spans: dict[int, tuple[int, int]],
         pages: dict[int, Sequence[int]],
     ) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
@@ -212,7 +216,11 @@ class MTPDrafter:
                 out[a:b] = o.transpose(0, 1)
             return out
 
-        z = self.module.forward(torch.tensor(tokens, device=device), hidden, where, attend)
+        turns, seen = where, None
+        if any(sight is not None for sight, _, _ in sights):
+            turns, seen = seen_by(sights)
+            turns = turns.to(device)
+        z = self.module.forward(torch.tensor(tokens, device=device), hidden, turns, attend, seen)
         for slot, (_, b) in spans.items():
             self._output[slot] = z[b - 1]
         return settled
@@ -252,7 +260,7 @@ class MTPDrafter:
             if self._rows[ask.slot] == ask.position and not self._backlog.has(ask.slot):
                 # After a resume nothing is queued, and the anchor's row is still owed.
                 none = self._before[ask.slot].new_empty(0, self._before[ask.slot].shape[0])
-                self._backlog.add(SettledTokens(ask.slot, ask.position, [ask.anchor], none, None, ask.pages))
+                self._backlog.add(SettledTokens(ask.slot, ask.position, [ask.anchor], none, None, ask.pages, ask.sight))
         computed = self._compute([ask.slot for ask in asks], anchors=True)
         for ask in asks:
             if ask.slot not in computed:
@@ -325,7 +333,7 @@ class MTPDrafter:
         width = max(len(chosen) for chosen in steps)
         tokens = [0] * (len(requests) * width)
         above = [0] * len(tokens)
-        positions = [r.ask.position + 1 + level for r in requests for _ in range(width)]
+        turns = [r.ask.position + 1 + level + (r.ask.sight.offset if r.ask.sight else 0) for r in requests]
         paths: list[list[tuple[int, ...]]] = []
         real: list[int] = []
         at = 0
@@ -345,7 +353,7 @@ class MTPDrafter:
         out = self.module.forward(
             torch.tensor(tokens, device=device),
             z.index_select(0, torch.tensor(above, device=device)),
-            torch.tensor(positions, device=device),
+            torch.tensor([turn for turn in turns for _ in range(width)], device=device),
             lambda q, k, v: context.attend(q, k, v, visible, width),
         )
         return out if len(real) == len(tokens) else out.index_select(0, torch.tensor(real, device=device))

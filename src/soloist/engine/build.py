@@ -22,6 +22,7 @@ from soloist.engine.engine import Engine
 from soloist.engine.graphs import GraphedModel
 from soloist.engine.memory import Memory
 from soloist.engine.selfcheck import MEANING, ROWS, cached_check, check_contracts, check_products
+from soloist.engine.vision import build_tower
 from soloist.errors import SettingError
 from soloist.models.card import CardShapes
 from soloist.models.card_loader import CardLoader
@@ -57,6 +58,7 @@ def build_engine(settings: Settings, progress: Progress | None = None, keep_sess
     torch.set_num_threads(settings.threads or os.cpu_count() or 1)
     torch.set_grad_enabled(False)
     load = _on_card if device.type == "cuda" else _on_cpu
+    tower = build_tower(settings, checkpoint, device, dtype)
     model, degraded = load(settings, checkpoint, device, dtype, progress)
     chosen = choices(settings, checkpoint, str(dtype).removeprefix("torch."), device)
     pages, max_len = size_pool(settings, checkpoint, chosen, device)
@@ -83,6 +85,7 @@ def build_engine(settings: Settings, progress: Progress | None = None, keep_sess
         knobs=_reported(settings)
         | {"device": str(device), "dtype": str(dtype).removeprefix("torch."), "linear": model.product},
         degraded=degraded,
+        tower=tower,
     )
 
 

@@ -27,7 +27,9 @@ from soloist.engine.settle import Settler
 from soloist.engine.speculation import Speculation
 from soloist.engine.status import EngineStatus
 from soloist.errors import ContextLengthError, EngineDeadError, EngineError, OverloadedError, RequestError, SoloistError
+from soloist.models.pictures import Sight
 from soloist.models.qwen3_5 import Qwen35
+from soloist.models.vision import VisionTower
 from soloist.sampling.history import History
 from soloist.sampling.verify import Mode
 
@@ -52,11 +54,12 @@ class Engine:
         sampler: str,
         knobs: Mapping[str, str],
         degraded: tuple[str, ...] = (),
+        tower: VisionTower | None = None,
     ) -> None:
         self.max_len = max_len
         self.vocab_size = model.config.vocab_size
         self.eos_ids = model.config.eos_ids
-        self.model, self.memory, self.speculation = model, memory, speculation
+        self.model, self.memory, self.speculation, self.tower = model, memory, speculation, tower
         self._max_queue, self._sampler = max_queue, sampler
         self._knobs, self._degraded = dict(knobs), degraded
         self.reuse = reuse
@@ -160,6 +163,7 @@ class Engine:
             raise ContextLengthError(tokens, self.memory.pages.total * 64 - 1)
         if min(request.prompt) < 0 or max(request.prompt) >= self.vocab_size:
             raise RequestError(f"Token ids must be below {self.vocab_size}.", param="prompt")
+        self._check_pictures(request)
         request.params.validate(self.vocab_size)
         if request.params.max_tokens > self.max_len - tokens:
             limit = self.max_len - tokens
@@ -169,6 +173,18 @@ class Engine:
         request.seed = int.from_bytes(os.urandom(8), "little") if seed is None else seed % 2**64
         request.mode = self._mode(request)
         request.history = History(request.params, request.prompt, self.vocab_size, request.grammar)
+
+    def _check_pictures(self, request: Request) -> None:
+        if not request.pictures:
+            return
+        if self.tower is None:
+            raise RequestError("The prompt has a picture, and vision is off.", "Start with VISION=1.", param="messages")
+        at = 0
+        for picture in request.pictures:
+            if picture.start < at or picture.end > len(request.prompt):
+                raise RequestError("A picture's rows do not lie in the prompt, one after the other.", param="messages")
+            at = picture.end
+        request.sight = Sight(request.pictures, self.tower.encode)
 
     def _mode(self, request: Request) -> Mode:
         if request.params.greedy:
@@ -262,6 +278,9 @@ class Engine:
         try:
             if self.reuse.catch_up(request):
                 return  # there is less to do than the slice says
+            if request.sight is not None:
+                request.sight.look(request.settled, work.tokens)
+                began = time.perf_counter()  # slices are sized by what their tokens cost
             complete = self.runner.prefill(work)
         except Exception as error:
             self._fault(request, error)
@@ -340,6 +359,8 @@ class Engine:
         self.speculation.drop(request)
         self.memory.release(request)
         request.parked_as = None
+        if request.sight is not None:
+            request.sight.release()
         if self.settler is not None and event.finish_reason in ("stop", "length"):
             self.settler.add(request)
         stats = request.stats

@@ -15,13 +15,14 @@ from typing import Literal, Protocol
 
 from soloist.cache.parking import Parked
 from soloist.cache.tree import Trail
+from soloist.models.pictures import Picture, Sight, cache_keys
 from soloist.sampling.grammar import Grammar
 from soloist.sampling.history import History
 from soloist.sampling.logprobs import TokenLogprobs
 from soloist.sampling.params import SamplingParams
 from soloist.sampling.verify import Mode
 
-__all__ = ["Event", "FinishReason", "Halt", "Phase", "Request", "RequestStats", "TokenLogprobs"]
+__all__ = ["Event", "FinishReason", "Halt", "Phase", "Picture", "Request", "RequestStats", "TokenLogprobs"]
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -99,11 +100,13 @@ class Request:
     grammar: Grammar | None = None
     eos_ids: tuple[int, ...] = ()
     cache_salt: str = ""
+    pictures: tuple[Picture, ...] = ()
     id: int = field(default_factory=lambda: next(_counter))
     # Set at admission by the engine.
     seed: int = 0
     mode: Mode = "coupled"
     history: History | None = None
+    sight: Sight | None = None
 
     # Owned by the engine thread.
     phase: Phase = Phase.WAITING
@@ -131,6 +134,16 @@ class Request:
     def remaining(self) -> int:
         """Output tokens this request may still emit."""
         return self.params.max_tokens - len(self.output)
+
+    @property
+    def rope_offset(self) -> int:
+        """Rotary position minus position of whatever follows the prompt."""
+        return 0 if self.sight is None else self.sight.offset
+
+    @property
+    def keys(self) -> list[int]:
+        """The prompt as the prefix cache compares it: equal words around other pictures are another prompt."""
+        return cache_keys(self.prompt, self.pictures) if self.pictures else self.prompt
 
     def token(self, position: int) -> int:
         """The known token at an absolute position."""

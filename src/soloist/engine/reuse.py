@@ -50,7 +50,7 @@ class Reuse:
         """Slot, pages and state for a waiting request, warm where its prompt is known; False for not now."""
         self.idle()
         if self.prefix is not None and request.trail is None:
-            request.trail = self.prefix.trail(request.prompt, request.cache_salt)
+            request.trail = self.prefix.trail(request.keys, request.cache_salt)
         if not self.memory.could_admit(request):
             return False
         hit = self.prefix.match(request.trail or ()) if self.prefix is not None and _may_skip(request) else Match()

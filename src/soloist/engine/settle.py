@@ -27,6 +27,19 @@ def _nobody(event: Event) -> None:
     """A settle pass has no listener."""
 
 
+def _turn(known: list[int], of: Request) -> Request:
+    """A request to prefill `known`, which belongs to the conversation `of`."""
+    turn = Request(
+        known,
+        SamplingParams(max_tokens=1, temperature=0.0),
+        _nobody,
+        cache_salt=of.cache_salt,
+        pictures=of.pictures,
+    )
+    turn.sight = of.sight
+    return turn
+
+
 class Settler:
     """Turns waiting to be settled, and the one being settled. Engine thread only."""
 
@@ -45,9 +58,10 @@ class Settler:
         known = request.prompt + request.output
         if self._reuse.prefix is None or len(known) <= self._reuse.prefix.grid:
             return
-        turn = Request(known, SamplingParams(max_tokens=1, temperature=0.0), _nobody, cache_salt=request.cache_salt)
+        turn = _turn(known, request)
         # A newer turn of the same conversation contains the older one.
-        stale = [t for t in self._waiting if t.cache_salt == turn.cache_salt and known[: len(t.prompt)] == t.prompt]
+        keys = turn.keys
+        stale = [t for t in self._waiting if t.cache_salt == turn.cache_salt and keys[: len(t.prompt)] == t.keys]
         for older in stale:
             self._waiting.remove(older)
         self._waiting.append(turn)
@@ -85,13 +99,14 @@ class Settler:
         unfinished = turn.settled < self._end(turn)
         self.drop(turn)
         if unfinished:
-            again = Request(turn.prompt, turn.params, _nobody, cache_salt=turn.cache_salt)
-            self._waiting.appendleft(again)
+            self._waiting.appendleft(_turn(turn.prompt, turn))
 
     def drop(self, turn: Request) -> None:
         """Release what a turn holds."""
         self._runner.speculation.drop(turn)
         self._memory.release(turn)
+        if turn.sight is not None:
+            turn.sight.release()
         turn.phase = Phase.DONE
 
     def fail(self, error: Exception) -> None:

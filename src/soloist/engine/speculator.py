@@ -85,6 +85,7 @@ class Speculator:
                         hidden=part.hidden,
                         taps=part.taps,
                         pages=part.request.pages,
+                        sight=part.request.sight,
                     )
                     for part in rows
                     if part.request.slot >= 0
@@ -180,6 +181,7 @@ class Speculator:
             count=min(count, self.config.block) if self.drafter else 0,
             tree=self.config.tree,
             sample=self.config.sample,
+            sight=request.sight,
         )
 
     def _at_hand(self, tracked: _Tracked, matches: Sequence[Match], forced: Sequence[int]) -> list[float]:

@@ -46,6 +46,7 @@ class Tables:
         layout = {
             "tokens": (t,),
             "positions": (t,),
+            "rotary": (t,),
             "request": (t,),
             "parent": (t,),
             "keep": (t,),
@@ -77,10 +78,12 @@ class Tables:
         count, requests = step.rows, len(step.attention)
         h["tokens"][:count] = step.tokens
         h["positions"][:count] = step.positions
+        h["rotary"][:count] = step.positions if step.rotary is None else step.rotary
         h["request"][:count] = step.request
         h["parent"][:count] = step.parent
         h["tokens"][count:bucket] = 0
         h["positions"][count:bucket] = 0
+        h["rotary"][count:bucket] = 0
         h["request"][count:bucket] = h["slots"].numel() - 1
         h["parent"][count:bucket] = -1
         history = requests * (step.taps.shape[1] - 1)
@@ -267,7 +270,7 @@ class CardModel(Qwen35):
         return {name: getattr(b, name)[:count].clone() for name in ("h", "logits", "taps")}
 
     def _row_tables(self, count: int) -> dict[str, torch.Tensor]:
-        per_row = ("tokens", "positions", "request", "parent", "keep", "parts", "taps", "lanes")
+        per_row = ("tokens", "positions", "rotary", "request", "parent", "keep", "parts", "taps", "lanes")
         return {name: t[:count] if name in per_row else t for name, t in self.tables.card.items()}
 
     def _attention_rows(
@@ -283,7 +286,7 @@ class CardModel(Qwen35):
         qkv, q = b.qkv[:count], b.q[:count]
         k, v = b.k_rows[layer, :count], b.v_rows[layer, :count]
         _decode(mixer.qkv, h, qkv)
-        rows.qk_prepare(qkv, mixer.factors, table["positions"], self.inverse, c.eps, q, k, v)
+        rows.qk_prepare(qkv, mixer.factors, table["rotary"], self.inverse, c.eps, q, k, v)
         mixed = b.mixed[: count * c.num_heads * c.head_dim].view(count, -1)
         planes = self._kv.planes
         attention.verify_attention(

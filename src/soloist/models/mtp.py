@@ -16,6 +16,7 @@ import torch
 from soloist.checkpoint.config import ModelConfig
 from soloist.errors import CheckpointError
 from soloist.models.layers import MLP, Attention, DecoderNorms, Loader
+from soloist.models.pictures import Seen
 from soloist.ops.linear import DenseWeight
 from soloist.ops.norms import rms_norm
 from soloist.ops.products import Linear
@@ -64,17 +65,25 @@ class MTPModule:
 
     @torch.inference_mode()
     def forward(
-        self, tokens: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, attend: Attend
+        self,
+        tokens: torch.Tensor,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        attend: Attend,
+        seen: Seen | None = None,
     ) -> torch.Tensor:
-        """tokens int64 [T]; hidden [T, H], of the token before each; positions int64 [T], the tokens' own.
+        """tokens int64 [T]; hidden [T, H], of the token before each; positions int64 [T] or [3, T]: what RoPE turns the
+        tokens by; seen: rows of a picture.
 
         Returns z [T, H] after the module's norm: what the head reads, and the hidden of the next chain row.
         `attend` is given the rows' q, k, v and sees to the cache.
         """
         embedded = self.embedding.index_select(0, tokens).to(self.dtype)
+        if seen is not None:
+            embedded = embedded.index_copy(0, seen[0], seen[1].to(self.dtype))
         pair = rms_norm(torch.stack([embedded, hidden.to(self.dtype)], 1), self._pre, self.config.eps)
         x = self.fc(pair.flatten(1))
-        cos, sin = rope_tables(positions, self.inverse)
+        cos, sin = rope_tables(positions, self.inverse, self.config.mrope_section)
         q, gate, k, v = self.attention.project(self.norms.mixer(x), cos, sin)
         x = self.attention.finish(attend(q, k, v), gate, x)
         x = self.mlp(self.norms.mlp(x), x)

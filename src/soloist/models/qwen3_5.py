@@ -62,7 +62,11 @@ class Qwen35:
         KV rows and leaves the state of its last valid row in the slot.
         """
         x = self.embedding.index_select(0, step.tokens)
-        cos, sin = rope_tables(step.positions, self.inverse)
+        if isinstance(step, PrefillStep) and step.seen is not None:
+            rows, values = step.seen
+            x = x.index_copy(0, rows, values.to(x.dtype))
+        turns = step.positions if step.rotary is None else step.rotary
+        cos, sin = rope_tables(turns, self.inverse, self.config.mrope_section)
         record = Record() if isinstance(step, VerifyStep) else None
         tapped: dict[int, torch.Tensor] = {}
         attention = delta = 0

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from soloist.models.pictures import Seen, Sight
 from soloist.ops.attention import AttentionRows
 from soloist.ops.gated_delta import Level
 
@@ -22,7 +23,8 @@ class RequestRows:
     """One request's part of a verify step: the anchor, then its proposal's nodes.
 
     parents[i] indexes this list, -1 for the settled state (only the anchor, row 0, has it). `settled` tokens
-    are in `pages` and in the state slot; the anchor's position is `settled`.
+    are in `pages` and in the state slot; the anchor's position is `settled`. RoPE turns a row by its position plus
+    `rope_offset`, which is not zero behind pictures only.
     """
 
     tokens: Sequence[int]
@@ -30,6 +32,7 @@ class RequestRows:
     settled: int
     slot: int
     pages: Sequence[int]
+    rope_offset: int = 0
 
 
 @dataclass
@@ -38,7 +41,8 @@ class VerifyStep:
 
     tokens, positions, request, parent: int64 [T]; parent is a row of the step or -1. slots [R] state slots.
     taps int64 [T, K]: conv taps into [R * (K-1) stored columns | T rows]. levels, attention: how the reference
-    walks the rows. page_rows[r]: row numbers in the KV store of request r's settled tokens.
+    walks the rows. page_rows[r]: row numbers in the KV store of request r's settled tokens. rotary int64 [T]: what
+    RoPE turns a row by, where that is not its position.
     """
 
     tokens: torch.Tensor
@@ -52,6 +56,7 @@ class VerifyStep:
     attention: list[AttentionRows]
     page_rows: list[torch.Tensor]
     pages: list[Sequence[int]]
+    rotary: torch.Tensor | None = None
 
     @property
     def rows(self) -> int:
@@ -64,6 +69,7 @@ class PrefillStep:
 
     tokens int64 [T]; slot: the request's state slot; page_rows int64 [start + T]: where its tokens lie in the KV
     store, own rows included (padding lies in the last page too and is overwritten by whoever settles there).
+    Prompts with pictures also have rotary int64 [3, T], and `seen` where a picture's rows are among these.
     """
 
     tokens: torch.Tensor
@@ -72,10 +78,14 @@ class PrefillStep:
     valid: int
     slot: int
     page_rows: torch.Tensor
+    rotary: torch.Tensor | None = None
+    seen: Seen | None = None
 
     def to(self, device: torch.device) -> PrefillStep:
         """The same step with its tables on a device."""
         moved = {name: getattr(self, name).to(device) for name in ("tokens", "positions", "page_rows")}
+        if self.rotary is not None:
+            moved["rotary"] = self.rotary.to(device)
         return replace(self, **moved)
 
 
@@ -140,9 +150,11 @@ def verify_step(batch: Sequence[RequestRows], conv_kernel: int) -> VerifyStep:
         for i, t in enumerate(rows):
             level_of[t] = (depth, i)
         levels.append(Level(torch.tensor(rows), torch.tensor(above), len(rows) == len(tokens)))
+    at = torch.tensor(positions)
+    turned = any(part.rope_offset for part in batch)
     return VerifyStep(
         tokens=torch.tensor(tokens),
-        positions=torch.tensor(positions),
+        positions=at,
         request=torch.tensor(request),
         parent=torch.tensor(parent),
         slots=torch.tensor([part.slot for part in batch]),
@@ -152,11 +164,15 @@ def verify_step(batch: Sequence[RequestRows], conv_kernel: int) -> VerifyStep:
         attention=attention,
         page_rows=[token_rows(part.pages, part.settled) for part in batch],
         pages=[part.pages for part in batch],
+        rotary=at + torch.tensor([batch[r].rope_offset for r in request]) if turned else None,
     )
 
 
-def prefill_step(tokens: Sequence[int], start: int, slot: int, pages: Sequence[int]) -> PrefillStep:
-    """Lay out prompt rows from grid point `start`; pads the tail to the grid with token 0."""
+def prefill_step(
+    tokens: Sequence[int], start: int, slot: int, pages: Sequence[int], sight: Sight | None = None
+) -> PrefillStep:
+    """Lay out prompt rows from grid point `start`; pads the tail to the grid with token 0. `sight`: the prompt's
+    pictures, if it has any."""
     if start % GRID:
         raise ValueError(f"prefill starts on the grid of {GRID}, not at {start}")
     valid = len(tokens)
@@ -170,4 +186,6 @@ def prefill_step(tokens: Sequence[int], start: int, slot: int, pages: Sequence[i
         valid=valid,
         slot=slot,
         page_rows=token_rows(pages, start + padded),
+        rotary=None if sight is None else sight.rotary(start, padded),
+        seen=None if sight is None else sight.seen(start, valid),
     )
