@@ -58,9 +58,9 @@ def write_report(paths: Sequence[Path], out: Path, *, plot: bool = True) -> list
             parts += ["", f"![{scenario}]({picture.name})"]
         for table in merge_tables(runs):
             parts += ["", table.markdown()]
-        for label, run in runs:
-            parts += [f"- {label}: {note}" for note in run.notes] and ["", *[f"- {label}: {n}" for n in run.notes]]
-            parts += ["", *[f"- {label} FAILED: {f}" for f in run.failures]] if run.failures else []
+        remarks = [f"- {label}: {note}" for label, run in runs for note in run.notes]
+        remarks += [f"- {label} FAILED: {failure}" for label, run in runs for failure in run.failures]
+        parts += ["", *remarks] if remarks else []
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text("\n".join(parts) + "\n", encoding="utf-8")
     return [out, *written]
