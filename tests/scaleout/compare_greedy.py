@@ -33,24 +33,26 @@ if __name__ == "__main__":
     if asked["drafts"]:
         more["speculative_config"] = {"method": "mtp", "num_speculative_tokens": asked["drafts"]}
     llm = LLM(model=asked["model"], dtype="bfloat16", enforce_eager=True, max_model_len=2048, max_num_seqs=1,
-              disable_log_stats=False, **more)
+              **more)
     answers = []
-    for ids, tokens in zip(asked["prompts"], asked["tokens"]):
+    for n, (ids, tokens) in enumerate(zip(asked["prompts"], asked["tokens"])):
         logprobs = None if asked["drafts"] else 5
         params = SamplingParams(temperature=0, max_tokens=tokens, logprobs=logprobs)
-        out = llm.generate([{"prompt_token_ids": ids}], params, use_tqdm=False)[0].outputs[0]
+        engine, out, emitted = llm.llm_engine, None, []
+        engine.add_request(str(n), {"prompt_token_ids": ids}, params)
+        while engine.has_unfinished_requests():
+            for item in engine.step():
+                before = len(out.token_ids) if out else 0
+                out = item.outputs[0]
+                emitted.append(len(out.token_ids) - before)
         top = [{str(t): v.logprob for t, v in entry.items()} for entry in out.logprobs or []]
-        answers.append({"ids": list(out.token_ids), "top": top})
-    counters = {}
-    for metric in llm.get_metrics():
-        if "spec_decode" in metric.name:
-            counters[metric.name] = list(getattr(metric, "values", None) or [metric.value])
-    print("RESULT" + json.dumps({"answers": answers, "counters": counters}))
+        answers.append({"ids": list(out.token_ids), "top": top, "emitted": emitted})
+    print("RESULT" + json.dumps(answers))
 """
 
 
-def vllm(python: str, model: str, prompts: list[list[int]], tokens: list[int], drafts: int) -> dict[str, Any]:
-    """Answers (and acceptance counters) of vLLM in its own interpreter."""
+def vllm(python: str, model: str, prompts: list[list[int]], tokens: list[int], drafts: int) -> list[dict[str, Any]]:
+    """Answers of vLLM in its own interpreter: ids, log-probabilities, tokens emitted by each step."""
     asked = json.dumps({"model": model, "prompts": prompts, "tokens": tokens, "drafts": drafts})
     env = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
     with tempfile.TemporaryDirectory() as folder:
@@ -83,18 +85,17 @@ def ours(model: str, prompts: list[list[int]], tokens: list[int], spec: str) -> 
         engine.submit(request)
         got: list[int] = []
         top: list[dict[str, float]] = []
+        emitted: list[int] = []
         while True:
             event = events.get(timeout=600)
             if event.error is not None:
                 raise event.error
             got += event.tokens
+            emitted += [len(event.tokens)] if event.tokens else []
             top += [{str(e.token): e.logprob, **{str(t): v for t, v in e.top}} for e in event.logprobs or ()]
             if event.finish_reason is not None:
                 break
-        stats = request.stats
-        answers.append(
-            {"ids": got, "top": top, "steps": stats.draft_steps, "histogram": list(stats.accepted_histogram)}
-        )
+        answers.append({"ids": got, "top": top, "emitted": emitted})
     engine.close()
     return answers
 
@@ -115,9 +116,11 @@ def parting(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any] | None:
     return None
 
 
-def shares(histogram: list[int]) -> list[float]:
-    """Share of steps that accepted at least j drafts, j = 1..DRAFTS."""
-    return [sum(histogram[j:]) / max(1, sum(histogram)) for j in range(1, DRAFTS + 1)]
+def shares(emitted: list[list[int]]) -> list[float]:
+    """Share of steps that accepted at least j drafts, j = 1..DRAFTS. The prefill's token is no step; the last step is
+    left out, because a stop or a limit cuts it."""
+    steps = [n - 1 for counts in emitted for n in counts[1:-1]]
+    return [sum(a >= j for a in steps) / max(1, len(steps)) for j in range(1, DRAFTS + 1)]
 
 
 def main() -> None:
@@ -134,16 +137,10 @@ def main() -> None:
     directory = Path(args.model)
     tokenizer, template = Tokenizer.load(directory), ChatTemplate.load(directory)
     texts = [p.text for p in chat_prompts()] + list(MORE)
-    prompts = [
-        tokenizer.encode(
-            template.render(
-                [{"role": "user", "content": t}], add_generation_prompt=True, tools=None, enable_thinking=False
-            )
-        )
-        for t in texts
-    ]
+    asked = {"add_generation_prompt": True, "tools": None, "enable_thinking": False}
+    prompts = [tokenizer.encode(template.render([{"role": "user", "content": t}], asked)) for t in texts]
     tokens = [TOKENS] * len(prompts)
-    theirs = vllm(args.vllm, args.model, prompts, tokens, 0)["answers"]
+    theirs = vllm(args.vllm, args.model, prompts, tokens, 0)
     plain = ours(args.model, prompts, tokens, "none")
     partings = [parting(a, b) for a, b in zip(plain, theirs, strict=True)]
     common = [
@@ -152,21 +149,17 @@ def main() -> None:
     kept = [i for i, n in enumerate(common) if n >= 8]
     drafted = vllm(args.vllm, args.model, [prompts[i] for i in kept], [common[i] for i in kept], DRAFTS)
     mine = ours(args.model, [prompts[i] for i in kept], [common[i] for i in kept], "mtp")
-    histogram = [0] * (DRAFTS + 1)
-    for answer in mine:
-        for j, n in enumerate(answer["histogram"]):
-            histogram[j] += n
-    counters = drafted["counters"]
-    their_steps = counters["vllm:spec_decode_num_drafts"][0]
-    their_shares = [n / their_steps for n in counters["vllm:spec_decode_num_accepted_tokens_per_pos"]]
+    pairs = [(a, b) for a, b in zip(mine, drafted, strict=True) if a["ids"] == b["ids"]]
+    emitted = [[a["emitted"] for a, _ in pairs], [b["emitted"] for _, b in pairs]]
     report = {
         "model": directory.name,
         "tokens_asked": TOKENS,
         "equal_tokens": common,
         "partings": partings,
-        "drafted_texts_equal": [a["ids"] == b["ids"] for a, b in zip(mine, drafted["answers"], strict=True)],
-        "acceptance": {"ours": shares(histogram), "vllm": their_shares},
-        "steps": {"ours": sum(histogram), "vllm": their_steps},
+        "drafted_texts_equal": [a["ids"] == b["ids"] for a, b in zip(mine, drafted, strict=True)],
+        "acceptance": {"ours": shares(emitted[0]), "vllm": shares(emitted[1])},
+        "steps": {"ours": sum(map(len, emitted[0])), "vllm": sum(map(len, emitted[1]))},
+        "texts_with_equal_steps": [x == y for x, y in zip(*emitted, strict=True)],
     }
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(report, indent=1) + "\n")
