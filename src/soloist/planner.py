@@ -125,12 +125,12 @@ def slot_items(config: ModelConfig, drafter: DrafterConfig | None, choices: Choi
 def weight_items(config: ModelConfig, parts: Mapping[str, int], drafter_bytes: int, choices: Choices) -> list[Item]:
     """Weights by part as they stand on the device. `parts` are in-memory bytes as the checkpoint stores them."""
     body = sum(parts.get(part, 0) for part in ("attention", "deltanet", "mlp", "norms"))
-    # The table is gathered from in the compute type; a tied head is a product of its own over the stored form.
-    table = config.vocab_size * config.hidden_size * BYTES[choices.dtype]
-    head = parts.get("embed" if config.tied else "lm_head", 0)
+    # Both as stored; a tied head is a product of its own, laid out for it.
+    table = parts.get("embed", 0)
+    head = table if config.tied else parts.get("lm_head", 0)
     items = [
         Item("layers", body, f"{config.num_layers} layers"),
-        Item("embedding", table, f"{config.vocab_size} rows ({choices.dtype})"),
+        Item("embedding", table, f"{config.vocab_size} rows"),
         Item("head", head, f"{config.vocab_size} rows"),
     ]
     if choices.spec == "mtp":

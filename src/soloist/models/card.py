@@ -186,7 +186,7 @@ class CardModel(Qwen35):
         attentions, deltas = len(c.attention_layers), len(c.linear_layers)
         hk, hv, dk, dv = c.linear_key_heads, c.linear_value_heads, c.linear_key_dim, c.linear_value_dim
         qkvz = c.conv_channels + hv * dv
-        gates = next((m.ba.out_features for _, m, _ in self.layers if isinstance(m, DeltaNet)), 2)
+        gates = next((m.ba.out_features for _, m, _ in self.layers if isinstance(m, DeltaNet) and m.ba), 2)
 
         def half(*shape: int) -> torch.Tensor:
             return torch.zeros(shape, dtype=self.dtype, device=self.device)
@@ -242,7 +242,7 @@ class CardModel(Qwen35):
         b, table = self._buffers, self._row_tables(count)
         c = self.config
         x, h = b.x[:count], b.h[:count]
-        torch.index_select(self.embedding, 0, table["tokens"].long(), out=x)
+        x.copy_(self.embedding.rows(table["tokens"].long(), x.dtype))
         pending: torch.Tensor | None = None
         at_attention = at_delta = 0
         for i, (norms, mixer, mlp) in enumerate(self.layers):

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from soloist.checkpoint.config import DrafterConfig
 from soloist.models.layers import Loader
-from soloist.ops.linear import DenseWeight
+from soloist.ops.linear import DenseWeight, Weight
 from soloist.ops.norms import plain_rms_norm
 from soloist.ops.products import Linear
 from soloist.ops.rope import apply_rope, inverse_frequencies, rope_tables
@@ -109,7 +109,7 @@ class DFlash2:
         self,
         load: Loader,
         config: DrafterConfig,
-        embedding: torch.Tensor,
+        embedding: Weight,
         head: Linear,
         ids: torch.Tensor | None = None,
     ) -> None:
@@ -161,7 +161,7 @@ class DFlash2:
         visible = torch.cat([visible, own.expand(anchors.numel(), -1, -1)], -1).unsqueeze(1)
         rows = positions.unsqueeze(-1) + torch.arange(block, device=positions.device)
         cos, sin = rope_tables(rows.flatten(), self.inverse)
-        x = self.embedding.index_select(0, tokens.flatten()).to(self.dtype)
+        x = self.embedding.rows(tokens.flatten(), self.dtype)
         if c.embedding_scale != 1.0:
             x = x * c.embedding_scale
         for i, layer in enumerate(self.layers):

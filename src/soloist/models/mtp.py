@@ -17,7 +17,7 @@ from soloist.checkpoint.config import ModelConfig
 from soloist.errors import CheckpointError
 from soloist.models.layers import MLP, Attention, DecoderNorms, Loader
 from soloist.models.pictures import Seen
-from soloist.ops.linear import DenseWeight
+from soloist.ops.linear import DenseWeight, Weight
 from soloist.ops.norms import rms_norm
 from soloist.ops.products import Linear
 from soloist.ops.rope import inverse_frequencies, rope_tables
@@ -43,7 +43,7 @@ class MTPModule:
         self,
         load: Loader,
         config: ModelConfig,
-        embedding: torch.Tensor,
+        embedding: Weight,
         head: Linear,
         ids: torch.Tensor | None = None,
     ) -> None:
@@ -78,7 +78,7 @@ class MTPModule:
         Returns z [T, H] after the module's norm: what the head reads, and the hidden of the next chain row.
         `attend` is given the rows' q, k, v and sees to the cache.
         """
-        embedded = self.embedding.index_select(0, tokens).to(self.dtype)
+        embedded = self.embedding.rows(tokens, self.dtype)
         if seen is not None:
             embedded = embedded.index_copy(0, seen[0], seen[1].to(self.dtype))
         pair = rms_norm(torch.stack([embedded, hidden.to(self.dtype)], 1), self._pre, self.config.eps)

@@ -30,7 +30,8 @@ class Qwen35:
     def __init__(self, load: Loader, config: ModelConfig, progress: Progress | None = None) -> None:
         self.config, self.dtype, self.device = config, load.dtype, load.device
         self.product = load.product
-        self.embedding = load.source.weight("embed_tokens").dequantize(load.dtype).to(load.device)
+        # Kept as stored: a step reads a few rows of it, and in 16 bits the table of a large vocabulary costs gigabytes.
+        self.embedding = load.source.weight("embed_tokens").to(load.device)
         self.layers: list[tuple[DecoderNorms, Attention | DeltaNet, MLP]] = []
         for i, kind in enumerate(config.layer_types):
             prefix = f"layers.{i}"
@@ -61,7 +62,7 @@ class Qwen35:
         A verify step reads the caches and returns a record; a prefill step (all T rows, padding included) writes
         KV rows and leaves the state of its last valid row in the slot.
         """
-        x = self.embedding.index_select(0, step.tokens)
+        x = self.embedding.rows(step.tokens, self.dtype)
         if isinstance(step, PrefillStep) and step.seen is not None:
             rows, values = step.seen
             x = x.index_copy(0, rows, values.to(x.dtype))
