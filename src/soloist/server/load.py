@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from soloist.engine.vision import read_processor
+from soloist.errors import SettingError
 from soloist.server.options import ServerOptions
-from soloist.server.pictures import PictureRules
 from soloist.settings import Settings
+
+if TYPE_CHECKING:
+    from soloist.server.pictures import PictureRules
 
 _SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _REASONING_FIELDS = {
@@ -47,6 +50,11 @@ def server_options(settings: Settings, directory: Path, fingerprint: str = "") -
 
 def picture_rules(settings: Settings, directory: Path) -> PictureRules:
     """How pictures are taken with VISION=1. Raises CheckpointError for a directory without a preprocessor config."""
+    from soloist.engine.vision import read_processor
+    from soloist.server.pictures import PictureRules
+
+    if find_spec("PIL") is None:
+        raise SettingError("VISION=1 needs pillow.", "Run `pip install 'soloist[vision]'`, or set VISION=0.")
     return PictureRules(
         processor=read_processor(directory),
         limit=settings.vision_max_images,

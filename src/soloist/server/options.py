@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from soloist.server.pictures import PictureRules
+if TYPE_CHECKING:
+    from soloist.server.pictures import PictureRules
 
 
 @dataclass(frozen=True)
