@@ -1,4 +1,4 @@
-# make chat | serve | test | lint | setup | dev | docs | lock
+# make chat | serve | test | slow | full | lint | setup | dev | docs | lock
 # Knobs pass through: make serve MODEL=~/models/qwen SPEC=dflash2 PORT=8000
 
 VENV := .venv
@@ -9,13 +9,17 @@ INPUTS := pyproject.toml tools/setup.sh requirements/runtime.txt
 
 export VENV
 
-.PHONY: help chat serve test slow lint setup dev docs lock
+# Test processes side by side, one thread each.
+JOBS ?= 2
+PYTEST = $(PYTHON_BIN) -m pytest -n $(JOBS) --dist loadscope
+
+.PHONY: help chat serve test slow full lint setup dev docs lock
 
 help:
 	@echo "make chat    set up if needed, serve the bundled demo model, open a chat"
 	@echo "make serve   set up if needed, serve MODEL (default: the bundled demo) on PORT (18020)"
 	@echo "make test    set up if needed, run the default test suite"
-	@echo "make slow    the tests that take minutes"
+	@echo "make slow    the tests that take minutes; make full: the sweeps that take hours"
 	@echo "make lint    ruff and mypy"
 	@echo "make setup   only create .venv with what serving needs; make dev adds what testing needs"
 	@echo "make docs    regenerate docs/knobs.md and docs/commands.md"
@@ -32,10 +36,13 @@ setup: $(RUNTIME)
 dev: $(DEV)
 
 test: $(DEV)
-	$(PYTHON_BIN) -m pytest
+	$(PYTEST)
 
 slow: $(DEV)
-	$(PYTHON_BIN) -m pytest -m slow
+	$(PYTEST) -m slow
+
+full: $(DEV)
+	$(PYTEST) -m full
 
 lint: $(DEV)
 	$(PYTHON_BIN) -m ruff check .

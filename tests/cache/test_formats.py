@@ -35,10 +35,13 @@ def test_drafts_and_hits_change_nothing(arms: tuple[Arm, Arm, int], length: int)
     _same(*arms, length)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(0)
-def test_every_length_over_two_tiles(arms: tuple[Arm, Arm, int]) -> None:
-    for length in range(240, 400):
+@pytest.mark.parametrize(
+    "step",
+    [pytest.param(13, id="thirteenth", marks=pytest.mark.slow), pytest.param(1, id="all", marks=pytest.mark.full)],
+)
+def test_lengths_over_two_tiles(arms: tuple[Arm, Arm, int], step: int) -> None:
+    for length in range(240, 400, step):
         _same(*arms, length)
 
 

@@ -249,9 +249,11 @@ TestLives = Lives.TestCase
 TestLives.settings = settings(max_examples=150, stateful_step_count=40, **QUIET)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(0)
-def test_ten_thousand_lives() -> None:
+@pytest.mark.parametrize(
+    "lives", [pytest.param(1_000, marks=pytest.mark.slow), pytest.param(10_000, marks=pytest.mark.full)]
+)
+def test_many_lives(lives: int) -> None:
     from hypothesis.stateful import run_state_machine_as_test
 
-    run_state_machine_as_test(Lives, settings=settings(max_examples=10_000, stateful_step_count=50, **QUIET))
+    run_state_machine_as_test(Lives, settings=settings(max_examples=lives, stateful_step_count=50, **QUIET))

@@ -56,10 +56,12 @@ def test_every_length_around_the_grid(cold: Arm, warm: Arm) -> None:
     _sweep(cold, warm, LENGTHS, seed=1000)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(0)
-def test_three_hundred_lengths(cold: Arm, warm: Arm) -> None:
-    _sweep(cold, warm, list(range(1, 301)), seed=50_000)
+@pytest.mark.parametrize(
+    "step", [pytest.param(11, id="eleventh", marks=pytest.mark.slow), pytest.param(1, id="all", marks=pytest.mark.full)]
+)
+def test_lengths_up_to_three_hundred(cold: Arm, warm: Arm, step: int) -> None:
+    _sweep(cold, warm, list(range(1, 301, step)), seed=50_000)
 
 
 def _tails(cold: Arm, warm: Arm, tails: list[int]) -> None:

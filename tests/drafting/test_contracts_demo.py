@@ -1,4 +1,6 @@
-"""The contracts at full length on the demo: E1 over every way to speculate, E2 in many orders, E4 over many seeds.
+"""The contracts on the demo: E1 over every way to speculate, E2 in many orders, E4 over many seeds.
+
+`-m slow` takes five prompts and 200 tokens a way, `-m full` all forty and 400.
 
 Half the prompts decode with a repetition penalty: greedy text of a small model loops, and a loop hides faults. It also
 makes every row's law depend on the drafts before it.
@@ -17,7 +19,7 @@ from drafting.scripted import distinct_grams
 from soloist import demo
 
 PLAIN = {"spec": "none", "lookup": "0", "prefix_cache": "0", "settle": "0", "max_seqs": "8"}
-TOKENS = 400
+SCOPES = {"slow": (9, 200), "full": (1, 400)}  # step through the prompts, tokens of an answer
 WAYS: dict[str, dict[str, str]] = {
     **{f"mtp {k}": {"spec": "mtp", "tree": "0", "lookup": "0", "draft_tokens": str(k)} for k in range(1, 9)},
     "mtp lookup": {"spec": "mtp", "tree": "0"},
@@ -41,27 +43,29 @@ def params(i: int) -> dict[str, float]:
     return {"temperature": 0.0, "repetition_penalty": 1.3 if i % 2 else 1.0}
 
 
-def answers(arm: Arm, asked: dict[int, list[int]], **more) -> dict[int, Answer]:
-    running = {i: arm.start(p, TOKENS, params=params(i) | more) for i, p in asked.items()}
+def answers(arm: Arm, scope: str) -> dict[int, Answer]:
+    step, tokens = SCOPES[scope]
+    asked = dict(list(enumerate(prompts()))[::step])
+    running = {i: arm.start(p, tokens, params=params(i)) for i, p in asked.items()}
     return {i: pending.answer(900) for i, pending in running.items()}
 
 
-@pytest.fixture(scope="module")
-def plain() -> dict[int, Answer]:
+@pytest.fixture(scope="module", params=[pytest.param(s, marks=getattr(pytest.mark, s)) for s in SCOPES])
+def plain(request: pytest.FixtureRequest) -> tuple[str, dict[int, Answer]]:
     with Arm(demo.path(), **PLAIN) as arm:
-        out = answers(arm, dict(enumerate(prompts())))
-    assert sum(distinct_grams(a.tokens) >= 0.6 for a in out.values()) >= 20
-    return out
+        out = answers(arm, request.param)
+    assert sum(distinct_grams(a.tokens) >= 0.6 for a in out.values()) >= len(out) // 2
+    return request.param, out
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("way", WAYS)
-def test_greedy_bits_do_not_depend_on_speculation(way: str, plain: dict[int, Answer]) -> None:
+def test_greedy_bits_do_not_depend_on_speculation(way: str, plain: tuple[str, dict[int, Answer]]) -> None:
+    scope, expected = plain
     knobs = {"block_rule": "saturated", **WAYS[way]}
     with Arm(demo.path(), **{**PLAIN, **knobs}) as arm:
-        got = answers(arm, dict(enumerate(prompts())))
-    assert [i for i in plain if got[i].bits != plain[i].bits] == []
+        got = answers(arm, scope)
+    assert [i for i in expected if got[i].bits != expected[i].bits] == []
 
 
 MIXED = [
@@ -94,19 +98,26 @@ def test_company_and_order_do_not_matter_while_speculating(speculating: Arm) -> 
     orders(speculating, 2, 30)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_twenty_orders(speculating: Arm) -> None:
-    orders(speculating, 20, 100)
+@pytest.mark.parametrize(
+    ("count", "tokens"),
+    [
+        pytest.param(4, 60, id="four", marks=pytest.mark.slow),
+        pytest.param(20, 100, id="twenty", marks=pytest.mark.full),
+    ],
+)
+def test_many_orders(speculating: Arm, count: int, tokens: int) -> None:
+    orders(speculating, count, tokens)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_fifty_seeds_give_the_same_text_with_and_without_speculation(speculating: Arm) -> None:
+@pytest.mark.parametrize("seeds", [pytest.param(16, marks=pytest.mark.slow), pytest.param(50, marks=pytest.mark.full)])
+def test_a_seed_gives_the_same_text_with_and_without_speculation(speculating: Arm, seeds: int) -> None:
     chosen = prompts()[:5]
+    asked = [(chosen[seed % 5], 80, {"temperature": 1.0, "seed": seed}) for seed in range(seeds)]
     with Arm(demo.path(), **PLAIN) as arm:
-        plain = [arm.start(chosen[s % 5], 100, params={"temperature": 1.0, "seed": s}) for s in range(50)]
-        plain = [pending.answer(900).bits for pending in plain]
-    fast = [speculating.start(chosen[s % 5], 100, params={"temperature": 1.0, "seed": s}) for s in range(50)]
+        running = [arm.start(prompt, tokens, params=params) for prompt, tokens, params in asked]
+        plain = [pending.answer(900).bits for pending in running]
+    fast = [speculating.start(prompt, tokens, params=params) for prompt, tokens, params in asked]
     assert [pending.answer(900).bits for pending in fast] == plain
-    assert len(set(plain)) > 45
+    assert len(set(plain)) > seeds * 0.9

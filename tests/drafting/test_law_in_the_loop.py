@@ -29,7 +29,7 @@ from soloist.sampling.verify import verify
 
 V, DEPTH = 6, 3
 IDS = np.arange(V)
-QUICK, FULL = 6_000, 200_000
+QUICK, SLOW, FULL = 6_000, 30_000, 200_000
 LIMIT = {"quick": 75.0, "planted": 110.0}  # chi-square with V * (V - 1) = 30 degrees of freedom: p = 1e-5, 1e-10
 
 
@@ -149,12 +149,14 @@ def test_transitions_follow_the_target(name: str, params: str) -> None:
     assert value < LIMIT["quick"]
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("params", PARAMS)
-def test_transitions_follow_the_target_over_many_blocks(name: str, params: str) -> None:
-    value, _ = statistic(case(name), PARAMS[params], FULL, seed=10_000)
+@pytest.mark.parametrize(
+    "blocks", [pytest.param(SLOW, marks=pytest.mark.slow), pytest.param(FULL, marks=pytest.mark.full)]
+)
+def test_transitions_follow_the_target_over_many_blocks(name: str, params: str, blocks: int) -> None:
+    value, _ = statistic(case(name), PARAMS[params], blocks, seed=10_000)
     assert value < LIMIT["quick"]
 
 

@@ -36,12 +36,13 @@ def _params(i: int) -> dict[str, object]:
     return {"temperature": 0.0}
 
 
-def test_eight_at_once_in_ten_orders(arm: Arm) -> None:
+@pytest.mark.parametrize("orders", [pytest.param(2, id="quick"), pytest.param(10, id="ten", marks=pytest.mark.slow)])
+def test_eight_at_once_in_many_orders(arm: Arm, orders: int) -> None:
     prompts = _prompts(arm)
     alone = [arm.ask(p, TOKENS, params=_params(i)).bits for i, p in enumerate(prompts)]
     assert len({tokens for tokens, _ in alone}) == len(alone)
     rng = random.Random(0)
-    for _ in range(10):
+    for _ in range(orders):
         order = rng.sample(range(len(prompts)), len(prompts))
         running = {i: arm.start(prompts[i], TOKENS, params=_params(i)) for i in order}
         for i, pending in running.items():
@@ -52,19 +53,21 @@ def test_eight_at_once_in_ten_orders(arm: Arm) -> None:
 def test_every_prompt_length_split_at_every_grid_point(arm: Arm, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts of 1..200 tokens: in one slice, and in slices of one grid chunk each."""
     ids = text(200, arm.engine.vocab_size - 64, seed=1)
-    lengths = [*range(1, 200, 7), 63, 64, 65, 127, 128, 129, 191, 192, 193, 200]
+    lengths = [1, 2, 5, 20, 40, 63, 64, 65, 100, 127, 128, 129, 191, 192, 193, 200]
     whole = {n: arm.ask(ids[:n], 3).bits for n in lengths}
     monkeypatch.setattr("soloist.engine.scheduler.IDLE_SLICE_TOKENS", 64)
     for n in lengths:
         assert arm.ask(ids[:n], 3).bits == whole[n], f"prompt of {n} tokens"
 
 
-@pytest.mark.slow
-def test_every_prompt_length_from_one_to_two_hundred(arm: Arm, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "step", [pytest.param(7, id="seventh", marks=pytest.mark.slow), pytest.param(1, id="all", marks=pytest.mark.full)]
+)
+def test_prompt_lengths_from_one_to_two_hundred(arm: Arm, monkeypatch: pytest.MonkeyPatch, step: int) -> None:
     ids = text(200, arm.engine.vocab_size - 64, seed=2)
-    whole = {n: arm.ask(ids[:n], 4).bits for n in range(1, 201)}
+    whole = {n: arm.ask(ids[:n], 4).bits for n in range(1, 201, step)}
     monkeypatch.setattr("soloist.engine.scheduler.IDLE_SLICE_TOKENS", 64)
-    for n in range(1, 201):
+    for n in whole:
         assert arm.ask(ids[:n], 4).bits == whole[n], f"prompt of {n} tokens"
 
 

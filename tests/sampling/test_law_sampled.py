@@ -2,7 +2,8 @@
 
 A block = draft from the DRAFT stream, verify in rejection mode, again until two tokens are out; their joint law on 36
 cells is compared with the target's. The quick form runs some thousands of blocks per mode and shows that the same test
-fails when a term of the rule is removed or a value-dependent cut is planted; `-m slow` runs 200,000 per mode.
+fails when a term of the rule is removed or a value-dependent cut is planted; `-m slow` runs 30,000 per mode, `-m full`
+200,000.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from soloist.sampling.rng import Stream
 from soloist.sampling.rows import LogitRows
 from soloist.sampling.verify import Mode, Trial, branch_trials, verify
 
-V, TOKENS, QUICK, FULL = 6, 2, 3_000, 200_000
+V, TOKENS, QUICK, SLOW, FULL = 6, 2, 3_000, 30_000, 200_000
 TARGET, DRAFTER = Tiny(V, 11), Tiny(V, 12)
 PLAIN = SamplingParams()
 PROCESSED = SamplingParams(
@@ -147,12 +148,14 @@ def test_emitted_law_when_coupled() -> None:
     assert abs(chi_square(tree, PROCESSED, QUICK, "coupled")) < 4
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", DRAFTERS)
 @pytest.mark.parametrize("params", [PLAIN, PROCESSED], ids=["plain", "processed"])
-def test_emitted_law_in_full(name: str, params: SamplingParams) -> None:
-    assert abs(chi_square(DRAFTERS[name], params, FULL)) < 4
+@pytest.mark.parametrize(
+    "blocks", [pytest.param(SLOW, marks=pytest.mark.slow), pytest.param(FULL, marks=pytest.mark.full)]
+)
+def test_emitted_law_over_many_blocks(name: str, params: SamplingParams, blocks: int) -> None:
+    assert abs(chi_square(DRAFTERS[name], params, blocks)) < 4
 
 
 def test_the_test_sees_a_missing_residual(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,6 @@
+"""Tests run side by side: every process computes on one thread, or two of them spin at each other's barriers."""
+
+import os
+
+for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "THREADS"):
+    os.environ.setdefault(name, "1")
