@@ -1,7 +1,7 @@
 """`soloist serve`: claim the port, read the checkpoint, build the engine, serve until told to stop.
 
 The port is claimed before weights are read, so that a taken port fails in a second; connections are refused until the
-engine stands. SIGTERM drains: no new connections, running answers go on for at most `DRAIN_S`. When the engine's
+engine stands. SIGTERM drains: no new connections, running answers go on for at most DRAIN_S. When the engine's
 thread ends, every stream gets an error event and the process exits with 1, for the supervisor to start it again.
 """
 
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
     from soloist.server.service import Service
 
-DRAIN_S = 30
 _GRACE_S = 1.0  # from the engine's end to the process's: time for the error events to leave
 
 log = logging.getLogger("soloist.server")
@@ -117,7 +116,11 @@ def _server(service: Service, settings: Settings, on_ready: Callable[[], None]) 
             return await super().on_tick(counter)
 
     config = uvicorn.Config(
-        app, log_config=None, log_level=settings.log_level, access_log=False, timeout_graceful_shutdown=DRAIN_S
+        app,
+        log_config=None,
+        log_level=settings.log_level,
+        access_log=False,
+        timeout_graceful_shutdown=settings.drain_s,
     )
     return Draining(config)
 
