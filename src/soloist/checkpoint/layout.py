@@ -72,16 +72,12 @@ def part_of(name: str) -> str:
     for key, part in (
         ("embed_tokens", "embed"),
         ("lm_head", "lm_head"),
-        ("norm", "norms"),
         ("layernorm", "norms"),
         ("self_attn", "attention"),
         ("linear_attn", "deltanet"),
         ("mlp", "mlp"),
     ):
-        if key == "norm":
-            if name == "norm.weight":
-                return part
-        elif key in name:
+        if key in name:
             return part
     return "norms"
 

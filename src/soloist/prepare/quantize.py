@@ -29,7 +29,8 @@ from soloist.prepare.recipe import Part, PartRecipe
 from soloist.prepare.rtn import check_finite, round_to_nearest
 from soloist.progress import Progress, silent
 
-ROWS_AT_ONCE = 16384
+ROUNDED_AT_ONCE = 1 << 23  # elements: a block and its temporaries stay near the caches
+GPTQ_ROWS = 16384  # rows: the loop over columns is paid once per block
 REPORT = "quantize_report.json"
 
 
@@ -91,9 +92,10 @@ class Quantiser:
         return quantize_gptq(rows, self._factor, recipe.bits, recipe.group, scale_dtype, self.gptq.search)
 
 
-def _row_blocks(weight: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-    for start in range(0, weight.shape[0], ROWS_AT_ONCE):
-        yield start, weight[start : start + ROWS_AT_ONCE]
+def _row_blocks(weight: torch.Tensor, recipe: PartRecipe) -> Iterator[tuple[int, torch.Tensor]]:
+    rows = GPTQ_ROWS if recipe.method == "gptq" else max(1, ROUNDED_AT_ONCE // weight.shape[1])
+    for start in range(0, weight.shape[0], rows):
+        yield start, weight[start : start + rows]
 
 
 def _convert(job: Job, writer: DirectoryWriter, before: int) -> ModuleReport:
@@ -115,15 +117,15 @@ def _run(job: Job, writer: DirectoryWriter, quantiser: Quantiser) -> ModuleRepor
     calibrated = quantiser.prepare(job)
     lost = total = 0.0
     after = 0
-    for start, rows in _row_blocks(weight.weight):
+    for start, rows in _row_blocks(weight.weight, job.recipe):
         block = rows.float()
         check_finite(job.module, block)
         quantised = quantiser.block(block, job.recipe, job.scale_dtype)
         writer.put(f"{job.stem}.weight_packed", quantised.codes, start)
         writer.put(f"{job.stem}.weight_scale", quantised.scales, start)
         after += quantised.nbytes
-        lost += float((quantised.dequantize() - block).square().sum(dtype=torch.float64))
-        total += float(block.square().sum(dtype=torch.float64))
+        lost += float((quantised.dequantize() - block).norm()) ** 2
+        total += float(block.norm()) ** 2
     writer.put(f"{job.stem}.weight_shape", torch.tensor(job.stored.shape, dtype=torch.int64))
     if weight.bias is not None:
         writer.copy(job.stored.tensors["bias"].name)

@@ -85,10 +85,11 @@ def read(
 def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
     """Unsigned codes uint8 [N, K] -> int32 words [N, ceil(K / f)]; missing columns of the last word are zero bits."""
     factor = 32 // bits
-    n, k = codes.shape
-    padded = torch.nn.functional.pad(codes, (0, -k % factor)).view(n, -1, factor).to(torch.int64)
-    words = (padded << torch.arange(0, 32, bits)).sum(-1)
-    return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
+    padded = torch.nn.functional.pad(codes, (0, -codes.shape[1] % factor))
+    words = torch.zeros(codes.shape[0], padded.shape[1] // factor, dtype=torch.int32, device=codes.device)
+    for field in range(factor):
+        words |= padded[:, field::factor].to(torch.int32) << (bits * field)
+    return words
 
 
 def stored_tensors(weight: QuantizedWeight) -> dict[str, torch.Tensor]:
