@@ -16,6 +16,7 @@ class CardLoader(Loader):
     def __init__(self, source: Source, device: torch.device, dtype: torch.dtype) -> None:
         self.source, self.device, self.dtype = source, device, dtype
         self.product, self.make = CardLinear.name, card_linear
+        self.mixes_forms = False
 
     def linear(self, modules: Sequence[str], pad: int = 1) -> CardLinear:
         return fused_card_linear([self.source.weight(m) for m in modules], self.device, self.dtype, pad)

@@ -39,6 +39,8 @@ class Loader:
         kind = product_class(product, device, dtype)
         self.product: str = kind.name
         self.make: Callable[[Weight, torch.device, torch.dtype], Linear] = kind
+        # Weights are dequantised here, so matrices of any form may share one product.
+        self.mixes_forms = True
 
     def linear(self, modules: Sequence[str], pad: int = 1) -> Linear:
         """One product over the stacked rows of `modules`, each padded with zero rows to a multiple of `pad`."""
@@ -54,6 +56,11 @@ class Loader:
 
     def vector(self, name: str) -> torch.Tensor:
         return self.source.tensor(name).to(self.device, torch.float32)
+
+
+def _lanes(width: int) -> int:
+    """`width` rounded up to whole SIMD lanes."""
+    return -(-width // LANES) * LANES
 
 
 class Attention:
@@ -99,11 +106,14 @@ class DeltaNet:
         self.key_heads, self.heads = c.linear_key_heads, c.linear_value_heads
         self.dk, self.dv, self.eps, self.act = c.linear_key_dim, c.linear_value_dim, c.eps, c.gate_activation
         self.channels = c.conv_channels
-        self.qkvz = load.linear([f"{prefix}.in_proj_qkv", f"{prefix}.in_proj_z"])
+        wide = [f"{prefix}.in_proj_qkv", f"{prefix}.in_proj_z"]
+        narrow = [f"{prefix}.in_proj_b", f"{prefix}.in_proj_a"]
         # b and a are padded to whole SIMD lanes: softplus differs between vector body and scalar tail.
-        self.ba = load.linear([f"{prefix}.in_proj_b", f"{prefix}.in_proj_a"], pad=LANES)
+        self.ba = None if load.mixes_forms else load.linear(narrow, pad=LANES)
+        self.qkvz = load.linear(wide + narrow, pad=LANES) if load.mixes_forms else load.linear(wide)
         self.out = load.linear([f"{prefix}.out_proj"])
-        width = self.ba.out_features // 2
+        width, values = _lanes(self.heads), self.heads * self.dv
+        self._widths = [_lanes(self.channels), _lanes(values), width, width]
         self.negative_a = F.pad(-load.vector(f"{prefix}.A_log").exp(), (0, width - self.heads))
         self.dt_bias = F.pad(load.vector(f"{prefix}.dt_bias"), (0, width - self.heads))
         self.conv = load.vector(f"{prefix}.conv1d.weight").squeeze(1).t().contiguous()
@@ -113,14 +123,18 @@ class DeltaNet:
         self.qk_scale = scale
 
     def products(self) -> tuple[Linear, ...]:
-        return self.qkvz, self.ba, self.out
+        return (self.qkvz, self.out) if self.ba is None else (self.qkvz, self.ba, self.out)
 
     def project(self, h: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """h [T, H] normed -> conv inputs u [T, C], z [T, Hv * dv], log-decay g [T, Hv], beta [T, Hv]."""
-        u, z = self.qkvz(h).split([self.channels, self.heads * self.dv], dim=-1)
-        b, a = self.ba(h).float().chunk(2, -1)
-        beta = torch.sigmoid(b.contiguous())
-        g = F.softplus(a + self.dt_bias).mul_(self.negative_a)
+        if self.ba is None:
+            u, z, b, a = self.qkvz(h).split(self._widths, dim=-1)
+            u, z = u[:, : self.channels], z[:, : self.heads * self.dv]
+        else:
+            u, z = self.qkvz(h).split([self.channels, self.heads * self.dv], dim=-1)
+            b, a = self.ba(h).chunk(2, -1)
+        beta = torch.sigmoid(b.float())
+        g = F.softplus(a.float() + self.dt_bias).mul_(self.negative_a)
         return u, z, g, beta
 
     def heads_of(self, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -86,9 +86,10 @@ class Record:
             caches.kv.write(layer, index, k.index_select(0, rows), v.index_select(0, rows), where)
         last = torch.tensor([p.rows[-1] for p in paths])
         slots = step.slots[torch.tensor([p.request for p in paths])]
-        columns = step.taps.index_select(0, last)[:, 1:]
+        columns = step.taps.index_select(0, last)[:, 1:].flatten()
         for layer, conv in enumerate(self.conv_rows):
-            caches.state.conv[layer].index_copy_(0, slots, conv[columns])
+            kept = conv.index_select(0, columns).view(len(paths), -1, conv.shape[1])
+            caches.state.conv[layer].index_copy_(0, slots, kept)
         by_level: dict[int, list[tuple[int, int]]] = {}
         for p in paths:
             level, i = step.level_of[p.rows[-1]]
