@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -51,7 +52,16 @@ def model_directory(name: str) -> Path:
 
 def build_engine(settings: Settings, progress: Progress | None = None, keep_sessions: bool = False) -> Engine:
     """Open, load and start. `progress(what, done, total)` follows the loading; raises a UserError before weights are
-    read where anything about the model directory or the knobs is wrong. `keep_sessions` decides SESSION_DIR=auto."""
+    read where anything about the model directory or the knobs is wrong. `keep_sessions` decides SESSION_DIR=auto.
+
+    The work is done on a thread that ends: OpenMP keeps a team of workers per calling thread, and a second team beside
+    the engine thread's costs a third of the decode speed of a small machine.
+    """
+    with ThreadPoolExecutor(1, "soloist-build") as thread:
+        return thread.submit(_build, settings, progress, keep_sessions).result()
+
+
+def _build(settings: Settings, progress: Progress | None, keep_sessions: bool) -> Engine:
     checkpoint = open_checkpoint(model_directory(settings.model))
     device = _device(settings)
     dtype = _dtype(settings, device)
