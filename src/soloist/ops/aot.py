@@ -77,15 +77,16 @@ def compiling(arch: int, seen: list[tuple[str, Any]]) -> Iterator[None]:
         seen.append((self.fn.__name__, kernel))
         return kernel
 
-    before, dependent = driver._active, pdl.dependent
+    before, dependent, shared = driver._active, pdl.dependent, pdl.shared_memory
     driver.set_active(_Target(arch))
     JITFunction.run = run
     pdl.dependent = lambda x: arch >= 90
+    pdl.shared_memory = lambda x: SHARED_LIMIT[arch]
     try:
         yield
     finally:
         JITFunction.run = original
-        pdl.dependent = dependent
+        pdl.dependent, pdl.shared_memory = dependent, shared
         driver._active = before
 
 
@@ -160,7 +161,7 @@ def step_calls(
     hidden: int, ffn: int, heads: int, kv: int, dim: int, rope: int, hk: int, hv: int, dk: int, state: torch.dtype
 ) -> dict[str, Callable[[], object]]:
     """The Triton launches of a verify step at one shape, on empty CPU tensors of 16-bit activations."""
-    from soloist.ops.triton import attention, delta, rows
+    from soloist.ops.triton import attention, delta, delta_prefill, prefill, rows
     from soloist.ops.triton.dense import DenseProduct
     from soloist.ops.triton.wide import wide
 
@@ -212,6 +213,12 @@ def step_calls(
         ),
         "gated_norm": lambda: delta.gated_norm(
             full(t, hv, dk), u[:, channels:], full(dk), 1e-6, "silu", half(t, hv * dk)
+        ),
+        "chunk_scan": lambda: delta_prefill.chunk_scan(
+            full(hv, dk, dk), *(full(128, hv, dk) for _ in range(3)), full(128, hv), full(128, hv), state
+        ),
+        "prefill_attention": lambda: prefill.prefill_attention(
+            half(128, heads, dim), half(128, kv, dim), half(128, kv, dim), 0, 64, 0.1
         ),
         "dense": lambda: DenseProduct(half(2 * hv, hidden))(half(t, hidden)),
         "wide": lambda: wide(half(t, hidden), half(ffn, hidden), None, half(t, ffn)),

@@ -198,6 +198,10 @@ def prefill_attention(
     q [T, H, D], T a multiple of `block`; keys, values [start + T, kv, D]. Each block of queries runs in shapes
     that depend on its absolute position alone, so a resumed prefill repeats a cold one bit for bit.
     """
+    if q.is_cuda:
+        from soloist.ops.triton.prefill import prefill_attention as on_card
+
+        return on_card(q, keys, values, start, block, scale)
     tokens, heads, dim = q.shape
     kv_heads = keys.shape[1]
     group = heads // kv_heads

@@ -25,6 +25,11 @@ def dependent(x: torch.Tensor) -> bool:
     return x.is_cuda and _supported(x.device.index or 0)
 
 
+def shared_memory(x: torch.Tensor) -> int:
+    """Bytes of shared memory a block may have on x's device; a consumer card's where there is no card."""
+    return torch.cuda.get_device_properties(x.device).shared_memory_per_block_optin if x.is_cuda else 101376
+
+
 def launch(on: bool) -> dict[str, bool]:
     """Keyword arguments of a launch: nothing where it does not apply, so that the interpreter never sees them."""
     return {"launch_pdl": True} if on else {}
