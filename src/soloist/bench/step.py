@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import json
 import statistics
+import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -26,11 +28,12 @@ from soloist.cache.pages import PAGE
 from soloist.cache.recurrent import RecurrentState, StateShapes
 from soloist.models.card import CardModel, CardShapes
 from soloist.models.card_loader import CardLoader
-from soloist.models.state import AcceptedPath
-from soloist.models.step import RequestRows, VerifyStep, verify_step
-from soloist.ops.card_products import CardLinear
-from soloist.ops.triton import attention, delta
+from soloist.models.state import AcceptedPath, Caches
+from soloist.models.step import RequestRows, VerifyStep, prefill_step, verify_step
+from soloist.ops.card_products import CardLinear, W4Linear
+from soloist.ops.triton import attention, delta, pdl
 
+PROMPTS = (1024, 16384)
 CLASSES = (
     ("products", ("w4a16",)),
     ("dense products", ("_dense", "_wide")),
@@ -103,11 +106,7 @@ class Bench:
 
     def weight_bytes(self) -> int:
         """Bytes of all products a step reads once."""
-        products: list[Any] = [self.model.head]
-        for _, mixer, mlp in self.model.layers:
-            products += [p for p in vars(mixer).values() if isinstance(p, CardLinear)]
-            products += [mlp.gate_up, mlp.down]
-        return sum(p.nbytes for p in products)
+        return sum(p.nbytes for p in card_products(self.model))
 
     def step_bytes(self, case: Case) -> int:
         """Weights, KV of every request's context, and the states the walk reads."""
@@ -143,6 +142,25 @@ class Bench:
 
         return settle
 
+    def prompt(self, tokens: int, piece: int) -> dict[str, float]:
+        """Prefill one prompt in slices of `piece` rows, twice; times of the second run."""
+        caches = Caches(self.kv, self.state)
+        ids = torch.randint(0, 1000, (tokens,)).tolist()
+        for _ in range(2):
+            torch.cuda.synchronize()
+            begun = time.perf_counter()
+            for start in range(0, tokens, piece):
+                step = prefill_step(ids[start : start + piece], start, 0, list(range(self.pages)))
+                self.model.forward(step, caches)
+            torch.cuda.synchronize()
+            seconds = time.perf_counter() - begun
+        return {
+            "tokens": tokens,
+            "slice": piece,
+            "ms": round(seconds * 1e3, 2),
+            "tokens_per_s": round(tokens / seconds),
+        }
+
 
 def capture(work: Callable[[], None]) -> torch.cuda.CUDAGraph:
     """`work` as a graph, run twice before so that every kernel is compiled."""
@@ -171,6 +189,31 @@ def replay_ms(graph: torch.cuda.CUDAGraph, repeats: int = 15) -> float:
         torch.cuda.synchronize()
         times.append(start.elapsed_time(stop))
     return statistics.median(times)
+
+
+@contextmanager
+def serial(model: CardModel) -> Iterator[None]:
+    """Inside, no kernel starts before the one in front of it has ended."""
+    products = [p for p in card_products(model) if isinstance(p, W4Linear)]
+    before = pdl.dependent
+    pdl.dependent = lambda x: False
+    for product in products:
+        product._decode.dependent = False
+    try:
+        yield
+    finally:
+        pdl.dependent = before
+        for product in products:
+            product._decode.dependent = True
+
+
+def card_products(model: CardModel) -> list[CardLinear]:
+    """Every product a verify step runs."""
+    products: list[Any] = [model.head]
+    for _, mixer, mlp in model.layers:
+        products += [p for p in vars(mixer).values() if isinstance(p, CardLinear)]
+        products += [mlp.gate_up, mlp.down]
+    return products
 
 
 def by_class(graph: torch.cuda.CUDAGraph) -> tuple[dict[str, float], int, dict[str, tuple[int, float]]]:
@@ -212,8 +255,11 @@ def run(shape: str, layers: int, cases: list[Case], state_dtype: torch.dtype) ->
         step_ms = replay_ms(graph)
         settle_ms = replay_ms(capture(bench.settle_calls(case)))
         floor = bench.step_bytes(case) / rate * 1e3
-        classes, kernels, names = by_class(graph)
-        classes["gaps"] = round(step_ms - sum(classes.values()), 4)
+        with serial(bench.model):
+            alone = capture(lambda n=rows: bench.model.sequence(n))
+        serial_ms = replay_ms(alone)
+        classes, kernels, names = by_class(alone)
+        classes["gaps"] = round(serial_ms - sum(classes.values()), 4)
         finite = bool(torch.isfinite(bench.model._buffers.logits[:rows].float()).all())
         results.append(
             {
@@ -224,6 +270,7 @@ def run(shape: str, layers: int, cases: list[Case], state_dtype: torch.dtype) ->
                 "ratio": round(step_ms / floor, 3),
                 "bandwidth_share": round(floor / step_ms, 3),
                 "kernels": kernels,
+                "serial_ms": round(serial_ms, 3),
                 "classes_ms": classes,
                 "kernel_table": names,
                 "finite": finite,
@@ -233,6 +280,9 @@ def run(shape: str, layers: int, cases: list[Case], state_dtype: torch.dtype) ->
             f"{case.requests} x {case.rows:2d} rows at {case.context:6d}: {step_ms:.2f} ms (+{settle_ms:.2f} settle), "
             f"floor {floor:.2f}, {step_ms / floor:.2f}x, {kernels} kernels, {classes}"
         )
+    prompts = [bench.prompt(tokens, 2048) for tokens in PROMPTS if tokens <= bench.pages * PAGE]
+    for record in prompts:
+        print(f"prompt of {record['tokens']}: {record['ms']:.0f} ms, {record['tokens_per_s']:.0f} tokens/s")
     return {
         "shape": shape,
         "layers": layers,
@@ -245,6 +295,7 @@ def run(shape: str, layers: int, cases: list[Case], state_dtype: torch.dtype) ->
         "machine": machine(),
         "versions": versions(),
         "results": results,
+        "prompts": prompts,
     }
 
 
