@@ -18,6 +18,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+import torch
+
 from soloist.engine.memory import Memory
 from soloist.engine.request import Event, FinishReason, Phase, Request
 from soloist.engine.reuse import Reuse
@@ -34,6 +36,12 @@ from soloist.sampling.history import History
 from soloist.sampling.verify import Mode
 
 log = logging.getLogger("soloist.engine")
+
+
+def device_fault(error: BaseException) -> bool:
+    """True if the card itself failed: every later call on it fails too, so the process must end."""
+    kind = getattr(torch, "AcceleratorError", None)
+    return (kind is not None and isinstance(error, kind)) or "CUDA error" in str(error)
 
 
 class Engine:
@@ -283,6 +291,8 @@ class Engine:
                 began = time.perf_counter()  # slices are sized by what their tokens cost
             complete = self.runner.prefill(work)
         except Exception as error:
+            if device_fault(error):
+                raise
             self._fault(request, error)
             return
         self.scheduler.prefilled(work.tokens, 1000 * (time.perf_counter() - began))
@@ -298,14 +308,18 @@ class Engine:
         try:
             self.runner.decode(ready)
         except Exception as error:
-            if len(ready) == 1:
-                self._fault(ready[0], error)
-                return
-            # Nothing of the step was committed: find the guilty one by running each alone.
-            log.warning("a step of %d requests failed (%s); running them one by one", len(ready), error)
+            if device_fault(error):
+                raise
+            # Tokens that were handed out but not settled cannot be taken back; such a request ends. The others have
+            # nothing of the step: find the guilty one by running each alone.
             for request in ready:
-                if request.phase is Phase.DECODE:
-                    self._decode(DecodeStep((request,)))
+                if request.phase is Phase.DECODE and (len(ready) == 1 or request.settled != request.length - 1):
+                    self._fault(request, error)
+            ready = [r for r in ready if r.phase is Phase.DECODE]
+            if ready:
+                log.warning("a step of several requests failed (%s); running them one by one", error)
+            for request in ready:
+                self._decode(DecodeStep((request,)))
             return
         self.counters["steps"] += 1
 
