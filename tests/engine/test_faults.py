@@ -1,4 +1,4 @@
-"""E5: a fault of one request ends that request and no other; a fault of the card ends the engine, and everyone is told."""
+"""E5: one request's fault ends that request and no other; a fault of the card ends the engine, and everyone is told."""
 
 from __future__ import annotations
 
