@@ -151,6 +151,17 @@ class Server:
         self.process.wait()
 
 
+def at_rest(sessions: Path, seconds: float = 120.0) -> None:
+    """Wait until what is on disk has not grown for longer than SESSION_FLUSH_S: the turn is settled and durable."""
+    deadline, seen, since = time.monotonic() + seconds, -1, time.monotonic()
+    while time.monotonic() - since < 2.5 or not seen:
+        assert time.monotonic() < deadline, "the session is still being written"
+        size = sum(path.stat().st_size for path in sessions.rglob("*") if path.is_file())
+        if size != seen:
+            seen, since = size, time.monotonic()
+        time.sleep(0.1)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_document_is_warm_also_after_a_hard_kill(tmp_path: Path) -> None:
@@ -161,10 +172,10 @@ def test_a_document_is_warm_also_after_a_hard_kill(tmp_path: Path) -> None:
         cold, tokens, cached = server.first_token(asked)
         assert cached == 0 and tokens > 6500
         follow = [*asked, {"role": "assistant", "content": "Nobody."}, {"role": "user", "content": "And when?"}]
-        time.sleep(3.0)
+        at_rest(tmp_path)
         warm, _, cached = server.first_token(follow)
         assert cached >= tokens - 127
-        time.sleep(4.0)  # SESSION_FLUSH_S after the turn has settled
+        at_rest(tmp_path)
     finally:
         server.kill()
     server = Server(tmp_path)

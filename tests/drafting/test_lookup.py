@@ -81,8 +81,8 @@ def test_impossible_knobs_are_refused() -> None:
 def test_a_push_and_a_match_cost_microseconds_however_long_the_text() -> None:
     rng = random.Random(0)
     index = LookupIndex(LookupConfig(), [rng.randrange(3) for _ in range(60_000)])
-    start = time.perf_counter()
+    start = time.thread_time()
     for _ in range(2000):
         index.push(rng.randrange(3))
         index.match(15)
-    assert (time.perf_counter() - start) / 2000 < 100e-6
+    assert (time.thread_time() - start) / 2000 < 100e-6
