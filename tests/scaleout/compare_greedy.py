@@ -38,13 +38,13 @@ if __name__ == "__main__":
     for n, (ids, tokens) in enumerate(zip(asked["prompts"], asked["tokens"])):
         logprobs = None if asked["drafts"] else 5
         params = SamplingParams(temperature=0, max_tokens=tokens, logprobs=logprobs)
-        engine, out, emitted = llm.llm_engine, None, []
+        engine, out, emitted, known = llm.llm_engine, None, [], 0
         engine.add_request(str(n), {"prompt_token_ids": ids}, params)
         while engine.has_unfinished_requests():
             for item in engine.step():
-                before = len(out.token_ids) if out else 0
                 out = item.outputs[0]
-                emitted.append(len(out.token_ids) - before)
+                emitted.append(len(out.token_ids) - known)
+                known = len(out.token_ids)
         top = [{str(t): v.logprob for t, v in entry.items()} for entry in out.logprobs or []]
         answers.append({"ids": list(out.token_ids), "top": top, "emitted": emitted})
     print("RESULT" + json.dumps(answers))
