@@ -18,15 +18,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from soloist.engine.request import Event, Request, RequestStats
-from soloist.errors import EngineError
+from soloist.engine.request import Event, Picture, Request, RequestStats
+from soloist.errors import EngineError, RequestError
 from soloist.sampling.params import SamplingParams
 from soloist.server.choice import Choice, ChoiceRules, PlainContent
 from soloist.server.face import EngineFace
-from soloist.server.load import sampling_defaults
+from soloist.server.load import picture_rules, sampling_defaults
 from soloist.server.logprobs import TokenNames
 from soloist.server.messages import normalise
 from soloist.server.parsers.parts import Content, Reasoning, marker_ids
+from soloist.server.pictures import PLACEHOLDER, PictureRules, expand, load_inline, place
 from soloist.server.prompting import thinking_left_open
 from soloist.server.template import ChatTemplate
 from soloist.server.text import StopHalt, TextStream
@@ -63,30 +64,43 @@ class Engine:
         directory = model_directory(settings.model)
         tokenizer, template = Tokenizer.load(directory), ChatTemplate.load(directory)
         defaults = sampling_defaults(directory) if settings.generation_defaults else {}
-        self._assemble(build_engine(settings), tokenizer, template, defaults)
+        pictures = picture_rules(settings, directory) if settings.vision else None
+        self._assemble(build_engine(settings), tokenizer, template, defaults, pictures)
 
     @classmethod
     def assembled(
-        cls, engine: EngineFace, tokenizer: Tokenizer, template: ChatTemplate, defaults: dict[str, Any] | None = None
+        cls,
+        engine: EngineFace,
+        tokenizer: Tokenizer,
+        template: ChatTemplate,
+        defaults: dict[str, Any] | None = None,
+        pictures: PictureRules | None = None,
     ) -> Engine:
         """An Engine around parts that exist already (tests, embedding)."""
         self = cls.__new__(cls)
-        self._assemble(engine, tokenizer, template, defaults or {})
+        self._assemble(engine, tokenizer, template, defaults or {}, pictures)
         return self
 
     def _assemble(
-        self, engine: EngineFace, tokenizer: Tokenizer, template: ChatTemplate, defaults: dict[str, Any]
+        self,
+        engine: EngineFace,
+        tokenizer: Tokenizer,
+        template: ChatTemplate,
+        defaults: dict[str, Any],
+        pictures: PictureRules | None,
     ) -> None:
         self.engine = engine
         self.tokenizer = tokenizer
         self.template = template
         self.defaults = defaults
+        self.pictures = pictures
         self._markers = marker_ids(tokenizer)
 
     def chat(
         self, messages: Messages, *, thinking: bool | None = None, stop: Sequence[str] = (), **params: Any
     ) -> Output:
-        """The answer to a message or a conversation. `params` are fields of SamplingParams."""
+        """The answer to a message or a conversation. `params` are fields of SamplingParams. Pictures are parts of type
+        `image_url` with a data URL, as over HTTP."""
         request, choice, events = self._start_chat(messages, thinking, stop, params)
         for event in self._events(request, events):
             choice.take(event)
@@ -151,13 +165,24 @@ class Engine:
     ) -> tuple[Request, Choice, queue.SimpleQueue[Event]]:
         history = [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
         switch = {} if thinking is None else {"enable_thinking": thinking}
-        text = self.template.render(normalise(history), {**switch, "add_generation_prompt": True, "tools": None})
-        ids = self.tokenizer.encode(text)
+        shown = normalise(history, self.pictures is not None)
+        rasters = load_inline(shown, self.pictures)
+        text = self.template.render(shown, {**switch, "add_generation_prompt": True, "tools": None})
+        ids = self.tokenizer.encode(expand(text, rasters))
+        pictures = place(ids, self.tokenizer.id_of(PLACEHOLDER), rasters) or ()
+        if len(pictures) != len(rasters):
+            raise RequestError(f"This model's tokenizer does not keep {PLACEHOLDER} as one token.", param="messages")
         rules = ChoiceRules(thinking_left_open(self.tokenizer, ids), reopen=thinking is not False)
-        return self._start(ids, self._params(given), stop, rules, self._markers)
+        return self._start(ids, self._params(given), stop, rules, self._markers, pictures)
 
     def _start(
-        self, ids: list[int], params: SamplingParams, stop: Sequence[str], rules: ChoiceRules, markers: dict[int, str]
+        self,
+        ids: list[int],
+        params: SamplingParams,
+        stop: Sequence[str],
+        rules: ChoiceRules,
+        markers: dict[int, str],
+        pictures: tuple[Picture, ...] = (),
     ) -> tuple[Request, Choice, queue.SimpleQueue[Event]]:
         def text() -> TextStream:
             return TextStream(self.tokenizer, tuple(stop), markers=markers)
@@ -167,7 +192,7 @@ class Engine:
         room = max(self.engine.max_len - len(ids), 1)
         params = replace(params, max_tokens=min(params.max_tokens, room)).validate(self.engine.vocab_size)
         halt = StopHalt(text()) if stop else None
-        request = Request(ids, params, events.put, halt=halt, eos_ids=self.engine.eos_ids)
+        request = Request(ids, params, events.put, halt=halt, eos_ids=self.engine.eos_ids, pictures=pictures)
         self.engine.submit(request)
         return request, choice, events
 

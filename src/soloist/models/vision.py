@@ -118,8 +118,15 @@ class VisionTower:
 def _module(config: Mapping[str, Any]) -> Any:
     """transformers' tower of these shapes, without memory for parameters."""
     try:
-        from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5VisionConfig
-        from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5VisionModel
+        from transformers.utils import logging
+
+        loudness = logging.get_verbosity()
+        logging.set_verbosity_error()  # its notes on import are about the text model's kernels
+        try:
+            from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5VisionConfig
+            from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5VisionModel
+        finally:
+            logging.set_verbosity(loudness)
     except ImportError as error:
         raise SettingError(
             f"VISION=1 needs the vision extra ({error}).", "Run `pip install 'soloist[vision]'`, or set VISION=0."

@@ -150,19 +150,21 @@ def decode_data_url(url: str, place: str) -> bytes:
         raise RequestError(f"{place}: the base64 data is broken ({error}).", param=place) from None
 
 
-async def _bytes_of(url: str, rules: PictureRules, place: str) -> bytes:
-    kind = url.partition(":")[0].lower()
-    if kind == "data":
-        return decode_data_url(url, place)
-    if kind not in ("http", "https"):
-        raise RequestError(f"{place}: the address is neither a data URL nor http.", "Send a data URL.", param=place)
-    if not rules.fetch:
+def is_web(url: str) -> bool:
+    return url.partition(":")[0].lower() in ("http", "https")
+
+
+def inline_bytes(url: str, place: str) -> bytes:
+    """The bytes of a data URL; RequestError for any other address."""
+    if is_web(url):
         raise RequestError(
-            f"{place} is a web address, and this server fetches none (VISION_URLS=0).",
-            "Send the picture as a data URL, or start with VISION_URLS=1.",
+            f"{place} is a web address, and none is fetched (VISION_URLS=0).",
+            "Send the picture as a data URL, or serve with VISION_URLS=1.",
             param=place,
         )
-    return await _fetch(url, rules.max_bytes, place)
+    if not url.lower().startswith("data:"):
+        raise RequestError(f"{place}: the address is neither a data URL nor http.", "Send a data URL.", param=place)
+    return decode_data_url(url, place)
 
 
 async def _fetch(url: str, max_bytes: int, place: str) -> bytes:
@@ -186,15 +188,14 @@ async def _fetch(url: str, max_bytes: int, place: str) -> bytes:
     return bytes(data)
 
 
-async def load(messages: Sequence[dict[str, Any]], rules: PictureRules | None) -> list[Raster]:
-    """The pictures of normalised messages in the order of their parts, decoded on a thread."""
+def _addresses(messages: Sequence[dict[str, Any]], rules: PictureRules | None) -> list[tuple[str, str]]:
+    """(address, place) of every picture of normalised messages, in order. RequestError for more than are taken."""
     found: list[tuple[str, str]] = []
-    has_text = False
+    texts: list[str] = []
     for message in messages:
         parts = message["content"] if isinstance(message["content"], list) else []
         found += [(part["image_url"]["url"], part["place"]) for part in parts if part["type"] == "image"]
-        texts = [part.get("text", "") for part in parts] or [message["content"]]
-        has_text = has_text or any(PLACEHOLDER in text for text in texts)
+        texts += [part.get("text", "") for part in parts] or [message["content"]]
     if not found:
         return []
     assert rules is not None
@@ -204,13 +205,28 @@ async def load(messages: Sequence[dict[str, Any]], rules: PictureRules | None) -
             "Leave older pictures out, or raise VISION_MAX_IMAGES.",
             param="messages",
         )
-    if has_text:
+    if any(PLACEHOLDER in text for text in texts):
         raise RequestError(f"{PLACEHOLDER} cannot be written in a message beside a picture.", param="messages")
+    return found
+
+
+async def load(messages: Sequence[dict[str, Any]], rules: PictureRules | None) -> list[Raster]:
+    """The pictures of normalised messages in the order of their parts, fetched where need be, decoded on a thread."""
     rasters = []
-    for url, place in found:
-        data = await _bytes_of(url, rules, place)
+    for url, place in _addresses(messages, rules):
+        assert rules is not None
+        if is_web(url) and rules.fetch:
+            data = await _fetch(url, rules.max_bytes, place)
+        else:
+            data = inline_bytes(url, place)
         rasters.append(await asyncio.to_thread(rasterise, data, rules, place))
     return rasters
+
+
+def load_inline(messages: Sequence[dict[str, Any]], rules: PictureRules | None) -> list[Raster]:
+    """`load` for callers without an event loop: data URLs only."""
+    found = _addresses(messages, rules)
+    return [rasterise(inline_bytes(url, place), rules, place) for url, place in found if rules is not None]
 
 
 def expand(text: str, rasters: Sequence[Raster]) -> str:
