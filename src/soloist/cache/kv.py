@@ -85,6 +85,7 @@ class KVStore:
 
     def read_rows(self, layer: int, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V [n, kv_heads, D] in the compute dtype of rows index [n] int64."""
+        index = index.to(self._lanes.device)
         k = {name: plane.index_select(0, index) for name, plane in self._part("k", layer).items()}
         v = {name: plane.index_select(0, index) for name, plane in self._part("v", layer).items()}
         return self.codec_k.decode(k, self.dtype, layer), self.codec_v.decode(v, self.dtype, layer)
