@@ -155,6 +155,18 @@ def test_savings_are_plans_with_one_knob_turned() -> None:
     assert list(found.values()) == sorted(found.values(), key=lambda gain: -gain.gained)
 
 
+def test_pictures_cost_the_tower_and_their_workspace() -> None:
+    """The tower's 0.858 GiB, and per picture at least its rows for every request."""
+    tower = {"hidden_size": 1152, "intermediate_size": 4304, "patch_size": 16, "spatial_merge_size": 2}
+    seeing = replace(BIG, vision=tower)
+    blind, sight = BASE, replace(BASE, tower=int(0.858 * GIB), pixels=1 << 20)
+    items = {item.name: item.nbytes for item in plan(seeing, PARTS, sight, **LOADED).items}
+    assert items["vision tower"] == sight.tower and items["pictures"] > 8 * 1024 * HIDDEN * 2
+    pools = [plan(seeing, PARTS, c, **LOADED).pool_tokens for c in (blind, replace(sight, offload=True), sight)]
+    assert pools == sorted(pools, reverse=True) and len(set(pools)) == 3
+    assert "VISION_OFFLOAD=1" in {gain.knob for gain in savings(seeing, PARTS, sight, **LOADED)}
+
+
 def test_what_does_not_fit_says_by_how_much() -> None:
     made = plan(BIG, PARTS, BASE, card=16 * GIB, drafter=DRAFTER, drafter_bytes=DRAFTER_BYTES)
     assert not made.fits and made.pool_tokens == 0 and made.pool_bytes < 0 and made.residents(128) == 0

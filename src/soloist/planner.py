@@ -31,7 +31,11 @@ BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "fp32": 4, "fp16": 2, "bf16"
 
 @dataclass(frozen=True)
 class Choices:
-    """The knobs that cost or save memory. `spec` is what drafts: none, mtp or dflash2."""
+    """The knobs that cost or save memory. `spec` is what drafts: none, mtp or dflash2.
+
+    tower    bytes of the vision tower, 0 where it is not loaded; offload: they stay on the host
+    pixels   of the largest picture; pictures: how many a prompt may hold
+    """
 
     spec: str = "none"
     kv_format: str = "bf16"
@@ -42,6 +46,10 @@ class Choices:
     verify_rows: int = 16
     reserve: int = 256 * MIB
     prefill_rows: int = 512
+    tower: int = 0
+    offload: bool = False
+    pixels: int = 0
+    pictures: int = 1
 
 
 @dataclass(frozen=True)
@@ -140,6 +148,28 @@ def weight_items(config: ModelConfig, parts: Mapping[str, int], drafter_bytes: i
     return items
 
 
+def vision_items(config: ModelConfig, choices: Choices) -> list[Item]:
+    """The tower, and what pictures need while it runs and until their requests end."""
+    if not choices.tower or config.vision is None:
+        return []
+    v, act = config.vision, BYTES[choices.dtype]
+    width, ffn = int(v.get("hidden_size", 1152)), int(v.get("intermediate_size", 4304))
+    patch, merge = int(v.get("patch_size", 16)), int(v.get("spatial_merge_size", 2))
+    patches = choices.pixels // patch**2
+    rows = choices.max_seqs * choices.pictures * (patches // merge**2) * config.hidden_size * act
+    # A patch's pixels in fp32 and as the tower takes them (two frames each), then residual, q, k, v and the MLP.
+    running = patches * (3 * 2 * patch**2 * (4 + act) + (6 * width + ffn) * act)
+    merged = width * merge**2
+    streamed = (
+        max(merged * (merged + config.hidden_size), 4 * width**2 + 2 * width * ffn) * act if choices.offload else 0
+    )
+    items = [] if choices.offload else [Item("vision tower", choices.tower, "all its weights")]
+    return [
+        *items,
+        Item("pictures", rows + running + streamed, f"of {choices.pixels:,} pixels, {choices.pictures} a prompt"),
+    ]
+
+
 def step_rows(choices: Choices) -> int:
     """Rows of the largest verify step, all requests together."""
     return max(choices.verify_rows, min(choices.max_seqs * choices.verify_rows, MAX_ROWS))
@@ -205,6 +235,7 @@ def plan(
         *weight_items(config, parts, drafter_bytes, choices),
         *slot_items(config, drafter, choices),
         *step_items(config, choices, len(drafter.tap_layers) if drafter is not None else 0),
+        *vision_items(config, choices),
         Item("driver", DRIVER, "not visible to programs"),
         Item("CUDA context", CONTEXT, "this process, kernels included"),
         Item("graphs", GRAPHS, "captured verify steps"),
@@ -250,6 +281,8 @@ def savings(
     }
     if not parts.get("mtp"):
         del turned["SPEC=mtp"]
+    if choices.tower:
+        turned["VISION_OFFLOAD=1"] = {"offload": True}
     sizes = {"card": card, "used": used, "drafter_bytes": drafter_bytes}
     now = plan(config, parts, choices, drafter=drafter, **sizes).pool_tokens
     found = []

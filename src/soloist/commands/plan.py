@@ -20,7 +20,7 @@ app = typer.Typer(add_completion=False)
 
 KNOBS = (
     "spec", "drafter", "ctx", "kv_format", "kv_format_v", "state_dtype", "dtype", "max_seqs", "verify_rows",
-    "reserve_mb",
+    "reserve_mb", "vision", "vision_offload", "vision_max_images", "vision_max_pixels",
 )  # fmt: skip
 UNITS = {"": 1 << 30, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 DEFAULT_CARD = "24GB"

@@ -13,7 +13,7 @@ from soloist.checkpoint.config import DrafterConfig
 from soloist.checkpoint.reader import Checkpoint, open_checkpoint
 from soloist.engine.drafters import drafter_directory, drafter_kind
 from soloist.errors import CapacityError, SettingError
-from soloist.planner import GRAPHS, MIB, Choices, pool_pages, slot_items, step_items, weight_items
+from soloist.planner import BYTES, GRAPHS, MIB, Choices, pool_pages, slot_items, step_items, vision_items, weight_items
 from soloist.settings import Settings
 
 CPU_CONTEXT = 8192  # MAX_LEN=auto on a CPU: more than anyone waits for
@@ -61,6 +61,10 @@ def choices(settings: Settings, checkpoint: Checkpoint, dtype: str, device: torc
         max_seqs=settings.max_seqs,
         verify_rows=settings.verify_rows,
         reserve=settings.reserve_mb * MIB,
+        tower=sum(info.numel for info in checkpoint.visual.values()) * BYTES[dtype] if settings.vision else 0,
+        offload=settings.vision_offload,
+        pixels=settings.vision_max_pixels,
+        pictures=settings.vision_max_images,
     )
 
 
@@ -104,8 +108,9 @@ def _pages_left(settings: Settings, checkpoint: Checkpoint, chosen: Choices, dev
     free, total = torch.cuda.mem_get_info(device)
     config = checkpoint.config
     drafter, drafter_bytes = drafter_of(settings, checkpoint, chosen)
-    loaded = {"layers", "embedding", "head"}
-    coming = [i for i in weight_items(config, checkpoint.nbytes(), drafter_bytes, chosen) if i.name not in loaded]
+    loaded = {"layers", "embedding", "head", "vision tower"}
+    weights = weight_items(config, checkpoint.nbytes(), drafter_bytes, chosen) + vision_items(config, chosen)
+    coming = [i for i in weights if i.name not in loaded]
     coming += slot_items(config, drafter, chosen)
     coming += step_items(config, chosen, len(drafter.tap_layers) if drafter is not None else 0)
     need = sum(item.nbytes for item in coming) + GRAPHS + chosen.reserve
