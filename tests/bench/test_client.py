@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from bench.fake_server import COPY, PER_STEP, FakeServer, Faults
-from soloist.bench.client import Client
+from soloist.bench.client import Answer, Client, _take
 from soloist.bench.measure import decode_rate, speculation_of
 from soloist.errors import UserError
 
@@ -42,6 +42,15 @@ def test_the_role_chunk_is_not_the_first_token():
     with FakeServer(prefill_s=0.2) as server:
         answer, _ = ask(server, "hello", max_tokens=5)
     assert answer.ttft_ms is not None and answer.ttft_ms >= 200
+
+
+def test_blank_reasoning_of_the_template_is_not_the_first_token():
+    answer = Answer()
+    assert not _take(answer, {"choices": [{"delta": {"reasoning_content": "\n\n"}}]})
+    assert _take(answer, {"choices": [{"delta": {"content": "\n\n"}}]})
+    answer.ttft_ms = 1.0
+    assert _take(answer, {"choices": [{"delta": {"reasoning": "\n"}}]})
+    assert answer.reasoning == "\n\n\n" and answer.text == "\n\n"
 
 
 def test_what_is_not_reported_stays_absent():

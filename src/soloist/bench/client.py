@@ -226,7 +226,9 @@ def _take(answer: Answer, event: dict[str, Any]) -> bool:
         answer.text += content
         answer.reasoning += reasoning
         _merge_calls(answer.tool_calls, calls)
-        carried = carried or bool(content or reasoning or calls)
+        # White space at the very beginning of reasoning may be the template's, sent before anything was generated.
+        thought = reasoning.strip() or (reasoning and answer.ttft_ms is not None)
+        carried = carried or bool(content or thought or calls)
         if choice.get("finish_reason"):
             answer.finish_reason = choice["finish_reason"]
     return carried
