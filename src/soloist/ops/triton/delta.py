@@ -209,9 +209,11 @@ def _fold(
     states, conv, k, v, decay, beta, u, taps, path, lengths, slots,
     state_layer, conv_layer, k_layer, v_layer, gate_layer, u_layer, u_stride, path_stride,
     HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BV: tl.constexpr,
+    LOOP: tl.constexpr,
 ):  # fmt: skip
     layer = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
+    head = tl.program_id(1) // (DV // (BV * LOOP))
+    group = tl.program_id(1) % (DV // (BV * LOOP))
     request = tl.program_id(2)
     length = tl.load(lengths + request)
     if length > 0:
@@ -221,20 +223,23 @@ def _fold(
         STATE: tl.constexpr = states.dtype.element_ty
         k_at = k + layer * k_layer + key_head * DK + rows_k
         gates = layer * gate_layer + head
-        first = tl.load(path + request * path_stride).to(tl.int64)
-        # One program per head: a program per eight columns would spend its time being launched.
-        for block in range(DV // BV):
-            cols_v = block * BV + tl.arange(0, BV)
+        steps = path + request * path_stride
+        first, second = tl.load(steps).to(tl.int64), tl.load(steps + tl.minimum(1, length - 1)).to(tl.int64)
+        # A program per eight columns would spend its time being launched: each takes LOOP blocks in turn.
+        for i in range(LOOP):
+            cols_v = (group * LOOP + i) * BV + tl.arange(0, BV)
             tile = rows_k[None, :] * DV + cols_v[:, None]
             settled = states + layer * state_layer + (slot * HV + head) * DK * DV + tile
             v_at = v + layer * v_layer + head * DV + cols_v
             state = tl.load(settled).to(tl.float32)
             ki, vi = tl.load(k_at + first * HK * DK), tl.load(v_at + first * HV * DV)
             di, bi = tl.load(decay + gates + first * HV), tl.load(beta + gates + first * HV)
-            for i in range(length):
-                ahead = tl.load(path + request * path_stride + tl.minimum(i + 1, length - 1)).to(tl.int64)
+            ahead = second
+            for j in range(length):
+                # Row j + 1's inputs and the number of row j + 2 are on their way while row j is computed.
                 k_next, v_next = tl.load(k_at + ahead * HK * DK), tl.load(v_at + ahead * HV * DV)
                 d_next, b_next = tl.load(decay + gates + ahead * HV), tl.load(beta + gates + ahead * HV)
+                ahead = tl.load(steps + tl.minimum(j + 2, length - 1)).to(tl.int64)
                 state = _advance(state, ki, vi, di, bi, STATE)
                 ki, vi, di, bi = k_next, v_next, d_next, b_next
             tl.store(settled, state.to(STATE))
@@ -284,10 +289,11 @@ def fold(
     value_heads, dv = v.shape[2], v.shape[3]
     bv = min(BLOCK_V, dv)
     layers, requests, channels, width = states.shape[0], slots.numel(), conv.shape[-1], taps.shape[1]
-    _fold[(layers, value_heads, requests)](
+    loop = min(4, dv // bv)
+    _fold[(layers, value_heads * (dv // (bv * loop)), requests)](
         states, conv, k, v, decay, beta, u, taps, path, lengths, slots,
         states.stride(0), conv.stride(0), k.stride(0), v.stride(0), decay.stride(0), u.stride(0), u.stride(1),
-        path.stride(0), key_heads, value_heads, dk, dv, bv, num_warps=1, enable_fp_fusion=False,
+        path.stride(0), key_heads, value_heads, dk, dv, bv, loop, num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip
     block = 1024
     _settle_conv[(layers, triton.cdiv(channels, block), requests)](
