@@ -18,17 +18,18 @@ PART_PATTERNS = {
     "mtp": r"re:^mtp\..*",
 }
 
-Scheme = tuple[int, int, bool]  # bits, group (the whole row: channel), symmetric
+CHANNEL = 0
+Scheme = tuple[int, int, bool]  # bits, group, symmetric; group CHANNEL: one scale per output
 
 
-def _group(targets: list[str], scheme: Scheme, channel: bool) -> dict[str, Any]:
+def _group(targets: list[str], scheme: Scheme) -> dict[str, Any]:
     bits, group, symmetric = scheme
     weights = {
         "num_bits": bits,
         "type": "int",
         "symmetric": symmetric,
-        "strategy": "channel" if channel else "group",
-        "group_size": None if channel else group,
+        "strategy": "channel" if group == CHANNEL else "group",
+        "group_size": None if group == CHANNEL else group,
         "actorder": None,
         "block_structure": None,
         "dynamic": False,
@@ -50,36 +51,41 @@ def _fold(name: str) -> str:
     return name if match is None else "re:.*" + re.escape(match.group(1)).replace("\\_", "_") + "$"
 
 
+def _schemes(modules: Mapping[str, tuple[str, Scheme | None, int]]) -> dict[str, tuple[str, Scheme]]:
+    """Quantised modules with their schemes; a group that is the whole row wherever it occurs is one per channel."""
+    found = [(name, part, scheme, k) for name, (part, scheme, k) in modules.items() if scheme is not None]
+    grouped = {scheme for _, _, scheme, k in found if scheme[1] != k}
+    return {
+        name: (part, scheme if scheme in grouped else (scheme[0], CHANNEL, scheme[2]))
+        for name, part, scheme, _ in found
+    }
+
+
 def build(modules: Mapping[str, tuple[str, Scheme | None, int]]) -> dict[str, Any] | None:
     """modules: stored module name -> (part, scheme or None if dense, K). None if nothing is quantised.
 
     A pattern in `ignore` must not hide a quantised module: names that would clash are listed exactly.
     """
-    quantised = {name: (part, scheme, k) for name, (part, scheme, k) in modules.items() if scheme is not None}
+    quantised = _schemes(modules)
     if not quantised:
         return None
-    body = Counter(scheme for part, scheme, _ in quantised.values() if part not in PART_PATTERNS)
-    default = body.most_common(1)[0][0] if body else None
-    groups: list[dict[str, Any]] = []
-    named: dict[tuple[Scheme, bool], list[str]] = {}
+    body = Counter(scheme for part, scheme in quantised.values() if part not in PART_PATTERNS)
+    groups: dict[Scheme, list[str]] = {}
+    if body:
+        groups[body.most_common(1)[0][0]] = ["Linear"]
     for part, pattern in PART_PATTERNS.items():
-        members = [(scheme, k) for owner, scheme, k in quantised.values() if owner == part]
+        members = {name: scheme for name, (owner, scheme) in quantised.items() if owner == part}
         dense = any(owner == part for owner, scheme, _ in modules.values() if scheme is None)
-        for scheme, k in dict.fromkeys(members):
-            if scheme == default and part != "embed":
-                continue
-            if len(set(members)) == 1 and not dense:
-                targets = [pattern]
-            else:
-                targets = [name for name, (owner, s, _) in quantised.items() if owner == part and s == scheme]
-            named.setdefault((scheme, scheme[1] == k), []).extend(targets)
-    for name, (part, scheme, k) in quantised.items():
-        if part not in PART_PATTERNS and scheme != default:
-            named.setdefault((scheme, scheme[1] == k), []).append(name)
-    if default is not None:
-        channel = all(k == default[1] for part, s, k in quantised.values() if s == default)
-        groups.append(_group(["Linear"], default, channel))
-    groups += [_group(targets, scheme, channel) for (scheme, channel), targets in named.items()]
+        alike = len(set(members.values())) == 1 and not dense
+        for name, scheme in members.items():
+            targets = groups.setdefault(scheme, [])
+            # A head is named even where the class has its form: other readers know it by another class.
+            if "Linear" not in targets or part != "mtp":
+                targets.append(pattern if alike else name)
+    for name, (part, scheme) in quantised.items():
+        targets = groups.setdefault(scheme, [])
+        if part not in PART_PATTERNS and "Linear" not in targets:
+            targets.append(name)
     ignore: list[str] = []
     for name, (_, form, _k) in modules.items():
         if form is None:
@@ -90,7 +96,10 @@ def build(modules: Mapping[str, tuple[str, Scheme | None, int]]) -> dict[str, An
         "quant_method": "compressed-tensors",
         "format": "pack-quantized",
         "quantization_status": "compressed",
-        "config_groups": {f"group_{i}": group for i, group in enumerate(groups)},
+        "config_groups": {
+            f"group_{i}": _group(list(dict.fromkeys(targets)), scheme)
+            for i, (scheme, targets) in enumerate(groups.items())
+        },
         "ignore": list(dict.fromkeys(ignore)),
         "kv_cache_scheme": None,
         "global_compression_ratio": None,
