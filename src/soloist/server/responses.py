@@ -9,6 +9,7 @@
 | `function_call_output`, `custom_tool_call_output`  | tool messages                                               |
 | other items (searches, images made elsewhere)      | ignored, listed in `x-soloist-ignored`                      |
 | tools that are no functions                        | ignored, listed in `x-soloist-ignored`                      |
+| `text.verbosity`                                   | nothing; other than medium it is listed as ignored          |
 | `truncation: auto`                                 | nothing is ever dropped from a prompt: too long is a 400    |
 """
 
@@ -47,6 +48,8 @@ def turn_of(body: ResponsesRequest, store: ResponseStore) -> tuple[Turn, list[di
     if not conversation:
         raise RequestError("input must hold at least one item.", param="input")
     tools, ignored_tools = _tools(body.tools or [])
+    if (body.text or {}).get("verbosity") not in (None, "medium"):
+        ignored.append("text.verbosity")
     reasoning = body.reasoning or {}
     kwargs = dict(body.chat_template_kwargs or {})
     thinking = resolve_thinking(kwargs, reasoning_effort=reasoning.get("effort"))

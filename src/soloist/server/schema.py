@@ -10,7 +10,6 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 _TEMPLATE = "#/components/schemas/{model}"
-_MODELS_KEY = "x-models"
 
 
 def body_of(model: type[BaseModel]) -> dict[str, Any]:
