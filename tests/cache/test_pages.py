@@ -15,21 +15,15 @@ def test_all_or_nothing() -> None:
     pool.check([pages])
 
 
-def test_sharing_and_copy_on_write() -> None:
+def test_a_shared_page_is_free_when_its_last_owner_lets_go() -> None:
     pool = PageAllocator(4)
     mine = pool.allocate(2)
     assert mine is not None
     pool.retain(mine)
-    theirs = list(mine)
-    assert not pool.writable(mine[1])
-    got = pool.make_writable([mine[1]])
-    assert got is not None
-    (fresh,), copies = got
-    assert copies == [(mine[1], fresh)] and pool.writable(fresh) and pool.writable(theirs[1])
-    pool.check([[mine[0], fresh], theirs])
-    assert pool.make_writable([fresh]) == ([fresh], [])
-    pool.release([mine[0], fresh])
-    pool.release(theirs)
+    pool.check([mine, mine])
+    assert [pool.references(page) for page in mine] == [2, 2]
+    assert pool.release(mine) == [] and pool.free == 2
+    assert pool.release(mine) == mine and pool.free == 4
     pool.check([])
 
 

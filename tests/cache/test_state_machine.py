@@ -138,33 +138,6 @@ class Lives(RuleBasedStateMachine):
 
     @precondition(lambda self: self.running)
     @rule(which=PICK)
-    def branch(self, which: int) -> None:
-        """A second request goes on from pages of the first and writes into the last group: copy on write."""
-        first = self.pick(which)
-        if first.parked is not None or len(first.pages) < self.span or first.decoded:
-            return
-        self.allocator.retain(first.pages)
-        pages = list(first.pages)
-        last = pages[-self.span :]
-        got = self.allocator.make_writable(last)
-        if got is None:
-            self.allocator.release(pages)
-            return
-        new, copies = got
-        assert copies, "the last group has two owners and must be copied"
-        for source, target in copies:
-            self.pool.load([target], self.pool.export([source]))
-        mark = [self.names.private() for _ in new]
-        for page, value in zip(new, mark, strict=True):
-            self.pool.write(page, value)
-        cut = first.computed - self.grid
-        tokens = first.tokens[:cut]
-        self.running.append(
-            Sequence(tokens, first.salt, self.cache.trail(tokens, first.salt), pages[: -self.span] + new, cut, mark)
-        )
-
-    @precondition(lambda self: self.running)
-    @rule(which=PICK)
     def finish(self, which: int) -> None:
         sequence = self.running.pop(which % len(self.running))
         self.allocator.release(sequence.pages)

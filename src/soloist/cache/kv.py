@@ -5,8 +5,8 @@ lane p % 64. The target's layers are one store; the MTP module's single layer is
 page ids. Rows of a running step are not in here: attention reads them from the step's own buffers, as
 `roundtrip` gives them, and the engine writes the accepted path with `write` afterwards.
 
-What can go wrong: writing to a page somebody else reads. The store does not know owners; the engine asks
-`PageAllocator.writable` first.
+What can go wrong: writing to a page somebody else reads. The store does not know owners; a request writes only
+behind the pages it shares.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
 """Who owns which page of KV: reference counts over a fixed pool of 64-token pages.
 
 Plain host bookkeeping, no tensors: a page id indexes every attention layer's storage at once. A page
-with one owner may be written; a page with several is read-only, and whoever wants to write into it
-takes a copy first (`writable`). What can go wrong: releasing a page twice would hand it to two
+with several owners is read-only; nobody needs a copy, because what is shared ends on the grid and a
+request writes only behind it. What can go wrong: releasing a page twice would hand it to two
 requests, so every operation checks its argument and raises instead of going on.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 PAGE = 64  # tokens; also the prefill grid and the length of one KV block in every attention kernel
 
@@ -87,27 +87,6 @@ class PageAllocator:
         if not 0 <= page < self.total:
             raise ValueError(f"page {page} is outside the pool of {self.total}")
         return self._references[page]
-
-    def writable(self, page: int) -> bool:
-        """One owner and no other: its content may change."""
-        return self.references(page) == 1
-
-    def make_writable(self, pages: Sequence[int]) -> tuple[list[int], list[tuple[int, int]]] | None:
-        """Copy on write for one group of pages that the caller owns.
-
-        Returns (pages to use, copies to make as (source, destination)); the caller's reference moves to the new
-        pages. None, and nothing changed, when the pool has no free group.
-        """
-        first = pages[0] if pages else 0
-        if list(pages) != list(range(first, first + self.group)) or first % self.group:
-            raise ValueError(f"{list(pages)} is not one aligned group of {self.group} pages")
-        if all(self.writable(page) for page in pages):
-            return list(pages), []
-        fresh = self.allocate(self.group)
-        if fresh is None:
-            return None
-        self.release(pages)
-        return fresh, list(zip(pages, fresh, strict=True))
 
     def check(self, owners: Iterable[Iterable[int]] | None = None) -> None:
         """Assert the pool's integrity; with `owners` (one page list per owner) also that the counts are theirs.

@@ -44,10 +44,6 @@ class RecurrentState:
         self.states = list(self.all_states.unbind())
         self.conv = list(self.all_conv.unbind())
 
-    @property
-    def nbytes_per_slot(self) -> int:
-        return sum(t.nbytes for t in (*self.states, *self.conv)) // self.slots
-
     def reset(self, slot: int) -> None:
         """Forget everything: the state before the first token."""
         for t in (*self.states, *self.conv):
