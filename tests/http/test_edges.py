@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 
 import httpx
 import pytest
@@ -57,6 +58,18 @@ def test_unknown_paths_and_methods(say):
     live = say("x")
     assert httpx.get(live.url + "/nope").json() == {"detail": "Not Found"}
     assert httpx.get(live.url + "/v1/chat/completions").json() == {"detail": "Method Not Allowed"}
+
+
+def test_the_openapi_document_is_whole(say):
+    document = httpx.get(say("x").url + "/openapi.json").json()
+    text = json.dumps(document)
+    for ref in set(re.findall(r'"#/([^"]+)"', text)):
+        node = document
+        for step in ref.split("/"):
+            node = node[step]
+    assert set(POSTS) <= set(document["paths"])
+    body = document["paths"]["/v1/messages"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    assert body == {"$ref": "#/components/schemas/MessagesRequest"}
 
 
 def test_unknown_fields_are_listed_and_inert_ones_are_not(say):

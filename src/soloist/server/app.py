@@ -27,6 +27,7 @@ _BODIES: list[type[BaseModel]] = [
     CompletionRequest,
     MessagesRequest,
     CountRequest,
+    ResponsesRequest,
     TokenizeRequest,
     DetokenizeRequest,
 ]
