@@ -15,6 +15,7 @@ from soloist.server.errors import failure_of
 from soloist.server.protocol.anthropic import CountRequest, MessagesRequest
 from soloist.server.protocol.chat import ChatRequest
 from soloist.server.protocol.completions import CompletionRequest
+from soloist.server.protocol.responses import ResponsesRequest
 from soloist.server.protocol.tokenize import DetokenizeRequest, TokenizeRequest
 from soloist.server.reply import json_response
 from soloist.server.routes import anthropic, models, openai_chat, openai_completions, ops, responses, tokenize
