@@ -121,6 +121,39 @@ def _advance(state, k, v, decay, beta, STATE: tl.constexpr):
 
 
 @triton.jit
+def _fetch(k, q, v, decay, beta, parent, keep, row, key_head, head, rows_k, cols_v, HK, HV, DK, DV):
+    """What the walk needs to know of one row."""
+    at_k = (row * HK + key_head) * DK + rows_k
+    return (
+        tl.load(k + at_k),
+        tl.load(q + at_k),
+        tl.load(v + (row * HV + head) * DV + cols_v),
+        tl.load(decay + row * HV + head),
+        tl.load(beta + row * HV + head),
+        tl.load(parent + row),
+        tl.load(keep + row),
+    )
+
+
+@triton.jit
+def _visit(state, x, row, first, settled, scratch, keep, out, head, cols_v, tile, HV, DK, DV, STATE: tl.constexpr):
+    """Advance by one row: from the row before, or from wherever its parent's state is kept."""
+    ki, qi, vi, di, bi, above, entry = x
+    if row != first and above != row - 1:
+        if above < 0:
+            state = tl.load(settled).to(tl.float32)
+        else:
+            kept = tl.load(keep + above).to(tl.int64)
+            state = tl.load(scratch + (kept * HV + head) * DK * DV + tile).to(tl.float32)
+    state = _advance(state, ki, vi, di, bi, STATE)
+    tl.store(out + (row * HV + head) * DV + cols_v, tl.sum(state * qi[None, :], 1))
+    if entry > 0:
+        tl.store(scratch + (entry.to(tl.int64) * HV + head) * DK * DV + tile, state.to(STATE))
+        tl.debug_barrier()
+    return state
+
+
+@triton.jit
 def _walk(
     states, q, k, v, decay, beta, out, scratch, slots, starts, counts, parent, keep,
     HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BV: tl.constexpr,
@@ -128,45 +161,34 @@ def _walk(
 ):  # fmt: skip
     pdl.begin(PDL)
     head = tl.program_id(0)
-    block = tl.program_id(1)
     request = tl.program_id(2)
-    key_head = head // (HV // HK)
-    rows_k = tl.arange(0, DK)
-    cols_v = block * BV + tl.arange(0, BV)
-    tile = rows_k[None, :] * DV + cols_v[:, None]
+    kh = head // (HV // HK)
+    rk = tl.arange(0, DK)
+    cv = tl.program_id(1) * BV + tl.arange(0, BV)
+    tile = rk[None, :] * DV + cv[:, None]
     STATE: tl.constexpr = states.dtype.element_ty
     slot = tl.load(slots + request).to(tl.int64)
     settled = states + (slot * HV + head) * DK * DV + tile
-    start = tl.load(starts + request).to(tl.int64)
+    first = tl.load(starts + request).to(tl.int64)
     count = tl.load(counts + request)
     if count > 0:
         state = tl.load(settled).to(tl.float32)
-        ki = tl.load(k + (start * HK + key_head) * DK + rows_k)
-        qi = tl.load(q + (start * HK + key_head) * DK + rows_k)
-        vi = tl.load(v + (start * HV + head) * DV + cols_v)
-        di, bi = tl.load(decay + start * HV + head), tl.load(beta + start * HV + head)
-        above, entry = tl.load(parent + start), tl.load(keep + start)
-        for i in range(count):
-            row = start + i
-            # The next row's inputs are on their way while this one is computed.
-            ahead = start + tl.minimum(i + 1, count - 1)
-            k_next = tl.load(k + (ahead * HK + key_head) * DK + rows_k)
-            q_next = tl.load(q + (ahead * HK + key_head) * DK + rows_k)
-            v_next = tl.load(v + (ahead * HV + head) * DV + cols_v)
-            d_next, b_next = tl.load(decay + ahead * HV + head), tl.load(beta + ahead * HV + head)
-            above_next, entry_next = tl.load(parent + ahead), tl.load(keep + ahead)
-            if i > 0 and above != row - 1:
-                if above < 0:
-                    state = tl.load(settled).to(tl.float32)
-                else:
-                    kept = tl.load(keep + above).to(tl.int64)
-                    state = tl.load(scratch + (kept * HV + head) * DK * DV + tile).to(tl.float32)
-            state = _advance(state, ki, vi, di, bi, STATE)
-            tl.store(out + (row * HV + head) * DV + cols_v, tl.sum(state * qi[None, :], 1))
-            if entry > 0:
-                tl.store(scratch + (entry.to(tl.int64) * HV + head) * DK * DV + tile, state.to(STATE))
-                tl.debug_barrier()
-            ki, qi, vi, di, bi, above, entry = k_next, q_next, v_next, d_next, b_next, above_next, entry_next
+        last = first + count - 1
+        # Four rows' inputs are fetched together: their latency is paid once, not four times.
+        for at in range(0, count, 4):
+            r0 = first + at
+            r1, r2, r3 = tl.minimum(r0 + 1, last), tl.minimum(r0 + 2, last), tl.minimum(r0 + 3, last)
+            x0 = _fetch(k, q, v, decay, beta, parent, keep, r0, kh, head, rk, cv, HK, HV, DK, DV)
+            x1 = _fetch(k, q, v, decay, beta, parent, keep, r1, kh, head, rk, cv, HK, HV, DK, DV)
+            x2 = _fetch(k, q, v, decay, beta, parent, keep, r2, kh, head, rk, cv, HK, HV, DK, DV)
+            x3 = _fetch(k, q, v, decay, beta, parent, keep, r3, kh, head, rk, cv, HK, HV, DK, DV)
+            state = _visit(state, x0, r0, first, settled, scratch, keep, out, head, cv, tile, HV, DK, DV, STATE)
+            if at + 1 < count:
+                state = _visit(state, x1, r1, first, settled, scratch, keep, out, head, cv, tile, HV, DK, DV, STATE)
+            if at + 2 < count:
+                state = _visit(state, x2, r2, first, settled, scratch, keep, out, head, cv, tile, HV, DK, DV, STATE)
+            if at + 3 < count:
+                state = _visit(state, x3, r3, first, settled, scratch, keep, out, head, cv, tile, HV, DK, DV, STATE)
 
 
 BLOCK_V = 8
