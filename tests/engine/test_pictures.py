@@ -115,6 +115,28 @@ def test_a_turn_with_a_picture_settles_and_goes_on_exactly(directory: Path, cold
         assert arm.ask(following, pictures=other).bits == cold.ask(following, pictures=other).bits
 
 
+def test_pictures_are_warm_after_a_restart(directory: Path, cold: Arm, tmp_path: Path) -> None:
+    prompt, (seen,) = _prompt(directory, 1)
+    other = _prompt(directory, 2)
+    for reused in (0, (len(prompt) - 1) // 64 * 64):
+        with Arm(directory, **KNOBS, **PLAIN, session_dir=str(tmp_path)) as arm:
+            assert arm.engine.tower is not None
+            answer = arm.ask(prompt, pictures=(seen,))
+            assert answer.cached == reused and answer.bits == cold.ask(prompt, pictures=(seen,)).bits
+            assert _ask(arm, other).cached == (64 if reused == 0 else reused)
+            arm.quiet()
+
+
+def test_a_request_that_made_way_goes_on_behind_its_picture(directory: Path, cold: Arm) -> None:
+    """A pool for one and a half: the younger request is parked or starts over, with its pictures."""
+    prompts = [_prompt(directory, seed) for seed in (1, 2)]
+    alone = [_ask(cold, prompt, 150).bits for prompt in prompts]
+    with Arm(directory, **{**KNOBS, "max_len": "384"}, **PLAIN, pool_tokens="576", reserve_tokens="64") as arm:
+        running = [arm.start(p[0], 150, pictures=p[1]) for p in prompts]
+        assert [pending.answer().bits for pending in running] == alone
+        assert arm.engine.counters["preemptions"] > 0
+
+
 def test_offloaded_tower_gives_the_same_bits(directory: Path, cold: Arm) -> None:
     prompt = _prompt(directory, 1, 2)
     with Arm(directory, **KNOBS, **PLAIN, vision_offload="1") as arm:

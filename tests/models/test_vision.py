@@ -17,7 +17,7 @@ from soloist.checkpoint.processor import read_processor
 from soloist.checkpoint.reader import open_checkpoint
 from soloist.errors import CheckpointError
 from soloist.models.pictures import Picture, Sight, cache_keys, rope_offset, rotary_table
-from soloist.models.step import prefill_step
+from soloist.models.step import RequestRows, prefill_step, verify_step
 from soloist.models.vision import VisionTower
 from soloist.server.pictures import PictureRules, decode_data_url, fit, rasterise
 from tiny_vision import build_tiny_vision, data_url, picture
@@ -188,6 +188,22 @@ def test_a_wrong_position_or_row_is_noticed(directory: Path, oracle) -> None:
     assert (
         run(prefill_step(ids, 0, 0, rig.pages[0], Sight(pictures, lambda p: tower.encode(p).flip(0)))) > 10 * TOLERANCE
     )
+
+
+def test_a_card_turns_rows_behind_pictures_by_their_offset() -> None:
+    pytest.importorskip("triton")
+    from soloist.models.card import CardShapes, Tables
+
+    tables = Tables(CardShapes(rows=8, requests=3, pages=4, branches=4, splits=64), 4, CPU)
+    batch = [
+        RequestRows([1, 2, 3], [-1, 0, 0], 70, 0, [0, 1], rope_offset=-56),
+        RequestRows([4, 5], [-1, 0], 9, 1, [2]),
+    ]
+    tables.fill(verify_step(batch, 4), 6)
+    assert tables.card["positions"][:6].tolist() == [70, 71, 71, 9, 10, 0]
+    assert tables.card["rotary"][:6].tolist() == [14, 15, 15, 9, 10, 0]
+    tables.fill(verify_step(batch[1:], 4), 6)
+    assert tables.card["rotary"][:6].tolist() == tables.card["positions"][:6].tolist() == [9, 10, 0, 0, 0, 0]
 
 
 def test_cache_keys_tell_pictures_apart_and_leave_text_alone(directory: Path) -> None:
