@@ -5,9 +5,11 @@ from __future__ import annotations
 import random
 
 import pytest
+import torch
 
 from drafting.reference import upstream_blocks
 from soloist.drafting.block_length import GainRule, SaturatedConfig, SaturatedRule, StepCost
+from soloist.engine.costs import fastest_ms, interpolated
 from soloist.errors import SettingError
 
 
@@ -84,3 +86,15 @@ def test_a_cost_table_must_have_times() -> None:
     with pytest.raises(SettingError):
         StepCost((0.0,))
     assert StepCost((0.0, 1.0, 2.0)).verify(4) == pytest.approx(4.0)
+
+
+def test_a_disturbed_measurement_never_looks_like_a_cost() -> None:
+    table = interpolated({1: 4.0, 2: 90.0, 4: 5.0, 8: 7.0}, 8)
+    assert table == pytest.approx((0.0, 4.0, 5.0, 5.0, 5.0, 5.5, 6.0, 6.5, 7.0))
+
+
+def test_costs_are_the_fastest_runs_taken_in_turns() -> None:
+    order: list[int] = []
+    best = fastest_ms({1: lambda: order.append(1), 2: lambda: order.append(2)}, torch.device("cpu"))
+    assert order == [1, 2] * (len(order) // 2) and len(order) >= 4
+    assert all(0 <= ms < 1000 for ms in best.values())

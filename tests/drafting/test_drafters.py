@@ -225,3 +225,23 @@ def test_going_back_forgets_what_came_after(room) -> None:
     drafter.propose([text.ask(60, 4)])
     drafter.absorb([text.part(30, 50)])
     assert drafter.propose([text.ask(50, 4)])[0].tokens == room.expect(text, 50, 4)
+
+
+def test_the_instrument_sees_one_wrong_row_of_context(room) -> None:
+    """One settled row of the module's KV, or one lane of the ring, zeroed: the draft's law moves."""
+    text, drafter = room.text(130), room.drafter()
+    drafter.absorb([text.part(0, 50)])
+    params = SamplingParams(temperature=1.0)
+
+    def law() -> tuple[float, ...]:
+        # The second draft: its row attends to the settled ones anew, however often it is asked for.
+        (draft,) = drafter.propose([text.ask(50, 2, params=params, mode="rejection")])
+        return draft.laws[1].probs
+
+    before = law()
+    assert law() == before
+    if isinstance(room, MTPRoom):
+        drafter.kv.planes["v.data"][0, text.pages[0] * 64 + 20] = 0
+    else:
+        drafter.values[0, 0, :, 20] = 0
+    assert max(abs(a - b) for a, b in zip(law(), before, strict=True)) > 1e-4
