@@ -46,15 +46,7 @@ class Rig:
             codec_v=codec,
             dtype=torch.float32,
         )
-        shapes = StateShapes(
-            len(c.linear_layers),
-            c.linear_value_heads,
-            c.linear_key_dim,
-            c.linear_value_dim,
-            c.conv_channels,
-            c.conv_kernel,
-        )
-        self.caches = Caches(kv, RecurrentState(shapes, self.slots, self.state_dtype))
+        self.caches = Caches(kv, RecurrentState(StateShapes.of(c), self.slots, self.state_dtype))
 
     def prefill(self, ids: Sequence[int], start: int = 0, slot: int = 0) -> torch.Tensor:
         """Logits [len(ids), V] of prompt rows from grid point `start`."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import time
 import traceback
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from functools import partial
 
 import torch
 
+from soloist.bench.device_clock import median_seconds
 from soloist.ops.linear import QuantizedWeight
 from soloist.ops.linear_cuda import W4Prefill, W4Product, Workspace, pack
 
@@ -52,32 +52,14 @@ def time_graph(calls: list[Callable[[], object]], repeats: int = 7) -> float:
     with torch.cuda.graph(graph):
         for call in calls:
             call()
-    graph.replay()
-    torch.cuda.synchronize()
-    times = []
-    for _ in range(repeats):
-        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        stop.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(stop) / 1e3 / len(calls))
-    return statistics.median(times)
+    return median_seconds(graph.replay, repeats) / len(calls)
 
 
 def copy_bandwidth(device: torch.device, nbytes: int = 2 << 30) -> float:
     """Bytes per second read plus written by a large device-to-device copy."""
     source = torch.randn(nbytes // 4, device=device)
     target = torch.empty_like(source)
-    times = []
-    for _ in range(12):
-        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        target.copy_(source)
-        stop.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(stop) / 1e3)
-    return 2 * nbytes / statistics.median(times[2:])
+    return 2 * nbytes / median_seconds(lambda: target.copy_(source), repeats=10, warm_up=2)
 
 
 def matrix_rate(device: torch.device, size: int = 8192) -> float:

@@ -8,7 +8,6 @@ graph, by rows and context, with one step's milliseconds by class from the profi
 from __future__ import annotations
 
 import json
-import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -19,6 +18,7 @@ from typing import Any
 
 import torch
 
+from soloist.bench.device_clock import median_seconds
 from soloist.bench.machine import machine, versions
 from soloist.bench.products import copy_bandwidth, matrix_rate
 from soloist.bench.synthetic import SHAPES, SyntheticSource
@@ -92,15 +92,7 @@ class Bench:
         )
         for plane in self.kv.planes.values():
             plane.normal_()
-        shapes = StateShapes(
-            len(c.linear_layers),
-            c.linear_value_heads,
-            c.linear_key_dim,
-            c.linear_value_dim,
-            c.conv_channels,
-            c.conv_kernel,
-        )
-        self.state = RecurrentState(shapes, requests, state_dtype, torch.bfloat16, self.device)
+        self.state = RecurrentState(StateShapes.of(c), requests, state_dtype, torch.bfloat16, self.device)
         self.state.all_states.normal_(std=0.1)
         self.model.prepare(CardShapes(rows, requests, self.pages, 8, splits), self.kv, self.state, ())
 
@@ -178,17 +170,7 @@ def capture(work: Callable[[], None]) -> torch.cuda.CUDAGraph:
 
 def replay_ms(graph: torch.cuda.CUDAGraph, repeats: int = 15) -> float:
     """Median milliseconds of a replay."""
-    graph.replay()
-    torch.cuda.synchronize()
-    times = []
-    for _ in range(repeats):
-        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        stop.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(stop))
-    return statistics.median(times)
+    return median_seconds(graph.replay, repeats) * 1e3
 
 
 @contextmanager

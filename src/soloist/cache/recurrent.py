@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from soloist.checkpoint.config import ModelConfig
 from soloist.cache.snapshot import host_copy
 
 
@@ -23,6 +24,13 @@ class StateShapes:
     value_dim: int
     conv_channels: int
     conv_kernel: int
+
+    @classmethod
+    def of(cls, config: ModelConfig) -> StateShapes:
+        """The state a model of this config carries."""
+        c = config
+        heads, conv = (c.linear_value_heads, c.linear_key_dim, c.linear_value_dim), (c.conv_channels, c.conv_kernel)
+        return cls(len(c.linear_layers), *heads, *conv)
 
 
 class RecurrentState:

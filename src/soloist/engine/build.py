@@ -211,15 +211,7 @@ def _caches(
         dtype=dtype,
         device=device,
     )
-    shapes = StateShapes(
-        len(c.linear_layers),
-        c.linear_value_heads,
-        c.linear_key_dim,
-        c.linear_value_dim,
-        c.conv_channels,
-        c.conv_kernel,
-    )
-    return kv, RecurrentState(shapes, slots, state_dtype, dtype, device)
+    return kv, RecurrentState(StateShapes.of(c), slots, state_dtype, dtype, device)
 
 
 def _memory(
