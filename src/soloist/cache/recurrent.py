@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from soloist.checkpoint.config import ModelConfig
 from soloist.cache.snapshot import host_copy
+from soloist.checkpoint.config import ModelConfig
 
 
 @dataclass
