@@ -16,6 +16,7 @@ from soloist.cache.prefix import PrefixCache
 from soloist.cache.snapshot import Snapshot, grid_points
 from soloist.cache.value import RecomputeCost
 from soloist.cli import app
+from soloist.errors import EngineError
 
 VOCAB = 256
 
@@ -181,3 +182,43 @@ def test_the_sessions_command(tiny_model: Path, tmp_path: Path) -> None:
     assert run.invoke(app, ["sessions", "rm", "nobody", *where]).exit_code == 2
     assert run.invoke(app, ["sessions", "rm", "--all", *where]).exit_code == 0
     assert not list(tmp_path.glob("*.session"))
+
+
+def test_faults_of_the_cache_end_one_request_at_most(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted where host memory is copied to and from: the engine goes on, and no page or slot is lost."""
+    prompt = text(200, VOCAB, 15)
+    with Arm(tiny_model, spec="mtp", pool_tokens="1024", max_len="512", reserve_tokens="64") as arm:
+        expected = arm.ask(prompt)
+        arm.quiet()
+        state, reuse = arm.engine.memory.state, arm.engine.reuse
+
+        def broken(*_: object) -> None:
+            raise MemoryError("planted")
+
+        with monkeypatch.context() as patch:  # a snapshot that cannot be restored
+            patch.setattr(state, "load", broken)
+            with pytest.raises(EngineError, match="planted"):
+                arm.ask(prompt)
+        assert arm.ask(prompt).bits == expected.bits
+        with monkeypatch.context() as patch:  # a settle pass and a cancelled prefill that cannot be kept
+            patch.setattr(reuse, "keep", broken)
+            pending = arm.start(text(400, VOCAB, 17))
+            arm.engine.cancel(pending.request)
+            pending.answer()
+            arm.quiet()
+        with monkeypatch.context() as patch:  # parking without room in host memory
+            patch.setattr(state, "export", broken)
+            patch.setattr(reuse, "computed", lambda request: None)
+            patch.setattr(arm.engine.runner, "_computed", lambda request: None)
+            running = [arm.start(text(120 + i, VOCAB, 900 + i), tokens=300) for i in range(6)]
+            outcomes = []
+            for pending in running:
+                try:
+                    outcomes.append(len(pending.answer().tokens))
+                except EngineError:
+                    outcomes.append(0)
+            assert 0 in outcomes and 300 in outcomes
+            arm.quiet()
+        arm.engine.call(reuse.prefix.clear)
+        assert arm.engine.memory.pages.used == 0 and arm.engine.memory.slots_used == 0
+        assert arm.ask(prompt).bits == expected.bits

@@ -71,7 +71,7 @@ class Engine:
         self._max_queue, self._sampler = max_queue, sampler
         self._knobs, self._degraded = dict(knobs), degraded
         self.reuse = reuse
-        self.scheduler = Scheduler(reuse.admit, reuse.resume, prefill_slice_ms)
+        self.scheduler = Scheduler(self._guarded(reuse.admit), self._guarded(reuse.resume), prefill_slice_ms)
         self.runner = Runner(
             model, memory, speculation, max_len, verify_rows, reuse.computed, self._finish, self._fault
         )
@@ -253,8 +253,7 @@ class Engine:
         if not self._has_work():
             self._idle()
             return
-        if self.settler is not None:
-            self.settler.interrupt()
+        self._make_settling_wait()
         work = self.scheduler.next()
         if isinstance(work, PrefillSlice):
             self._prefill(work)
@@ -262,6 +261,14 @@ class Engine:
             self._decode(work)
         elif self.scheduler.waiting:
             self._refuse_the_impossible()
+
+    def _make_settling_wait(self) -> None:
+        if self.settler is None:
+            return
+        try:
+            self.settler.interrupt()
+        except Exception as error:
+            self.settler.fail(error)
 
     def _idle(self) -> None:
         self.reuse.idle()
@@ -276,7 +283,7 @@ class Engine:
         if request.phase is Phase.DONE:
             return
         if request.phase is Phase.PREFILL:
-            self.reuse.keep(request)  # what was computed stays usable
+            self._keep(request)
         self._end(request, Event(tokens=(), finish_reason="abort", stats=request.stats))
 
     def _prefill(self, work: PrefillSlice) -> None:
@@ -339,13 +346,36 @@ class Engine:
         """Move a request off the device: parked if it decodes, back to the front of the queue if it was prefilling."""
         self.counters["preemptions"] += 1
         if request.phase is Phase.DECODE:
-            self.reuse.park(request)
-            self.scheduler.park(request)
+            try:
+                self.reuse.park(request)
+            except Exception as error:  # host memory is out: this request ends, the others have the room
+                self._fault(request, error)
+            else:
+                self.scheduler.park(request)
             return
-        self.reuse.keep(request)
+        self._keep(request)
         self.speculation.drop(request)
         self.memory.release(request)
         self.scheduler.requeue(request)
+
+    def _keep(self, request: Request) -> None:
+        """What was computed of a prompt stays usable; if it cannot be kept, nothing else is lost."""
+        try:
+            self.reuse.keep(request)
+        except Exception:
+            log.exception("the prefix of request %d was not kept", request.id)
+
+    def _guarded(self, admit: Callable[[Request], bool]) -> Callable[[Request], bool]:
+        """`admit`, where a fault ends the request it was asked for instead of the engine."""
+
+        def guarded(request: Request) -> bool:
+            try:
+                return admit(request)
+            except Exception as error:
+                self._fault(request, error)
+                return False
+
+        return guarded
 
     def _refuse_the_impossible(self) -> None:
         """Nothing runs and the first in line still does not fit: it never will."""

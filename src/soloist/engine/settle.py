@@ -70,11 +70,11 @@ class Settler:
         """One slice. Called when the engine has nothing else to do."""
         turn = self._current
         if turn is None:
-            turn = self._waiting.popleft()
+            turn = self._current = self._waiting.popleft()
             if not self._reuse.admit(turn):
+                self._current = None
                 return  # no room even though nothing runs: the next turn will prefill it
             turn.phase = Phase.PREFILL
-            self._current = turn
         tokens = min(self._end(turn) - turn.settled, SLICE_TOKENS)
         if turn.snapshot_at:
             tokens = min([tokens, *(p - turn.settled for p in turn.snapshot_at if p > turn.settled)])
@@ -91,12 +91,13 @@ class Settler:
 
     def interrupt(self) -> None:
         """Give up slot and pages, keeping what was computed; an unfinished turn goes on when it is idle again."""
-        turn, self._current = self._current, None
+        turn = self._current
         if turn is None:
             return
         self._reuse.keep(turn)
         self._reuse.persist(turn)
         unfinished = turn.settled < self._end(turn)
+        self._current = None
         self.drop(turn)
         if unfinished:
             self._waiting.appendleft(_turn(turn.prompt, turn))
