@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from soloist.checks import card, host, install, model
+from soloist.checks import card, host, install, model, vision
 from soloist.checks.base import Check, Finding, Status, Subject
 
 CHECKS: tuple[Check, ...] = (
@@ -22,6 +22,7 @@ CHECKS: tuple[Check, ...] = (
     model.model,
     model.fast_path,
     model.drafter,
+    vision.vision,
     model.memory,
     host.port,
     host.keys,

@@ -229,3 +229,8 @@ def test_vllms_own_parser_accepts_the_matrix(tmp_path):
     assert parsed[10]["tensor_parallel_size"] == "2"
     assert "mtp" in parsed[11]["speculative_config"] and "fp8" in parsed[11]["kv_cache_dtype"]
     assert "dflash" in parsed[12]["speculative_config"] and "image" in parsed[12]["limit_mm_per_prompt"]
+
+
+def test_the_number_of_pictures_is_vllms_too() -> None:
+    options = translate(asked(spec="none", vision=True, vision_max_images=3)).options
+    assert options[options.index("--limit-mm-per-prompt") + 1] == '{"image": 3}'

@@ -150,8 +150,9 @@ def _ctx(value: str, _: Asked) -> Have | Cannot:
     return Have()
 
 
-def _vision(value: bool, _: Asked) -> Have:
-    return Have(("--limit-mm-per-prompt", '{"image": 1}') if value else ())
+def _vision(value: bool, asked: Asked) -> Have:
+    limit = json.dumps({"image": int(asked.get("vision_max_images") or 1)})
+    return Have(("--limit-mm-per-prompt", limit) if value else ())
 
 
 def _spec(value: str, asked: Asked) -> Have | Cannot:
@@ -205,6 +206,10 @@ def _config(values: Mapping[str, Any]) -> Have:
     return Have(("--speculative-config", json.dumps(values)))
 
 
+def _used_by_vision(_: Any, __: Asked) -> Have:
+    return Have()
+
+
 def _used_by_spec(_: Any, __: Asked) -> Have:
     return Have()
 
@@ -234,6 +239,7 @@ TABLE: Mapping[str, Row] = {
     "kv_format": _kv_format,
     "kv_format_v": only("vLLM stores keys and values in one format", "Leave KV_FORMAT_V out.", "same"),
     "vision": _vision,
+    "vision_max_images": _used_by_vision,
     "spec": _spec,
     "draft_tokens": _used_by_spec,
     "dflash_tokens": _used_by_spec,
