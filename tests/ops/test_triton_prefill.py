@@ -3,8 +3,10 @@
 import pytest
 import torch
 
-from soloist.ops import attention, gated_delta
+from soloist.ops import attention, conv, gated_delta, norms
+from soloist.ops.triton import conv as conv_kernel
 from soloist.ops.triton import delta_prefill, prefill
+from soloist.ops.triton.norms import norm
 
 CARD = torch.cuda.is_available()
 DOT = torch.bfloat16 if CARD else torch.float32
@@ -64,3 +66,28 @@ def test_chunks(device: torch.device, state_dtype: torch.dtype) -> None:
     first, middle = delta_prefill.chunk_scan(state, q[:64], k[:64], v[:64], g[:64], beta[:64], state_dtype)
     rest, end = delta_prefill.chunk_scan(middle, q[64:], k[64:], v[64:], g[64:], beta[64:], state_dtype)
     assert torch.equal(torch.cat([first, rest]), o) and torch.equal(end, after)
+
+
+def test_norms(device: torch.device) -> None:
+    x, gate = (torch.randn(3, 4, 48, device=device) for _ in range(2))
+    wide, narrow = torch.rand(4, 48, device=device) + 0.5, torch.rand(48, device=device) + 0.5
+    scale = torch.rand(4, 1, device=device)
+    for factor in (wide, narrow):
+        near(norm(x, factor, 1e-6), norms.rms_norm(x.cpu(), factor.cpu(), 1e-6), 1e-6)
+        near(norm(x, factor, 1e-6, plain=True), norms.plain_rms_norm(x.cpu(), factor.cpu(), 1e-6), 1e-6)
+    for act in ("silu", "sigmoid"):
+        truth = norms.gated_rms_norm(x.cpu(), narrow.cpu(), gate.cpu(), 1e-6, act)
+        near(norm(x, narrow, 1e-6, gate=gate, act=act), truth, 1e-6)
+    truth = norms.l2_normalise(x.cpu(), scale.cpu())
+    near(norm(x, scale.expand(-1, 48), 1e-6, mean=False), truth, 1e-6)
+    assert torch.equal(norm(x[1:2], wide, 1e-6), norm(x, wide, 1e-6)[1:2])
+
+
+def test_causal_conv(device: torch.device) -> None:
+    wide = torch.randn(9, 1100, device=device)
+    rows, history = wide[:, :1030], torch.randn(3, 1030, device=device)
+    weight = torch.randn(4, 1030, device=device)
+    y = conv_kernel.causal_conv(rows, history, weight)
+    near(y, conv.causal_conv(rows.cpu(), history.cpu(), weight.cpu()), 1e-6)
+    later = conv_kernel.causal_conv(rows[5:], rows[2:5], weight)
+    assert torch.equal(later, y[5:])

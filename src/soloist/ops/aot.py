@@ -162,7 +162,9 @@ def step_calls(
 ) -> dict[str, Callable[[], object]]:
     """The Triton launches of a verify step at one shape, on empty CPU tensors of 16-bit activations."""
     from soloist.ops.triton import attention, delta, delta_prefill, prefill, rows
+    from soloist.ops.triton.conv import causal_conv
     from soloist.ops.triton.dense import DenseProduct
+    from soloist.ops.triton.norms import norm
     from soloist.ops.triton.wide import wide
 
     t, r, pages, taps = 16, 2, 8, 4
@@ -220,6 +222,8 @@ def step_calls(
         "prefill_attention": lambda: prefill.prefill_attention(
             half(128, heads, dim), half(128, kv, dim), half(128, kv, dim), 0, 64, 0.1
         ),
+        "norm": lambda: norm(half(t, heads, dim), full(heads, dim), 1e-6, gate=half(t, heads, dim)),
+        "causal_conv": lambda: causal_conv(u[:, :channels], half(taps - 1, channels), full(taps, channels)),
         "dense": lambda: DenseProduct(half(2 * hv, hidden))(half(t, hidden)),
         "wide": lambda: wide(half(t, hidden), half(ffn, hidden), None, half(t, ffn)),
     }  # fmt: skip

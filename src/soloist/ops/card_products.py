@@ -34,6 +34,11 @@ class CardLinear(Linear):
 
     name = "card"
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weight as a step reads it."""
+        raise NotImplementedError
+
     def decode(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         raise NotImplementedError
 

@@ -27,7 +27,9 @@ def dependent(x: torch.Tensor) -> bool:
 
 def shared_memory(x: torch.Tensor) -> int:
     """Bytes of shared memory a block may have on x's device; a consumer card's where there is no card."""
-    return torch.cuda.get_device_properties(x.device).shared_memory_per_block_optin if x.is_cuda else 101376
+    if not x.is_cuda:
+        return 101376
+    return torch.cuda.get_device_properties(x.device).shared_memory_per_block_optin  # type: ignore[attr-defined]
 
 
 def launch(on: bool) -> dict[str, bool]:
