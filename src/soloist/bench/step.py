@@ -238,7 +238,7 @@ def run(shape: str, layers: int, cases: list[Case], state_dtype: torch.dtype) ->
         settle_ms = replay_ms(capture(bench.settle_calls(case)))
         floor = bench.step_bytes(case) / rate * 1e3
         with serial(bench.model):
-            alone = capture(lambda n=rows: bench.model.sequence(n))
+            alone = capture(partial(bench.model.sequence, rows))
         serial_ms = replay_ms(alone)
         classes, kernels, names = by_class(alone)
         classes["gaps"] = round(serial_ms - sum(classes.values()), 4)
