@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -14,6 +14,7 @@ from soloist.errors import SettingError
 from soloist.settings import Settings
 
 if TYPE_CHECKING:
+    from soloist.checkpoint.reader import Checkpoint
     from soloist.planner import Plan, Saving
 
 app = typer.Typer(add_completion=False)
@@ -42,6 +43,10 @@ def plan(
     card: Annotated[str | None, typer.Option(help="Size of the card; default: the card of this machine.")] = None,
     used: Annotated[str | None, typer.Option(help="What other programs hold; default: what they hold now.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    engine: Annotated[
+        Literal["soloist", "vllm"], typer.Option(help="vllm: estimate for `serve --engine vllm`.")
+    ] = "soloist",
+    tensor_parallel: Annotated[int, typer.Option(min=1, help="Cards to split over (vllm only).")] = 1,
 ) -> None:
     """Weights, slots, reserve, pool tokens, residents per context, and which knob buys what."""
     from soloist import planner
@@ -50,6 +55,8 @@ def plan(
     from soloist.engine.capacity import choices, drafter_of
 
     checkpoint = open_checkpoint(model_directory(settings.model), need_tokenizer=False, need_template=False)
+    if engine == "vllm":
+        return _plan_vllm(settings, checkpoint, _card(card, used), tensor_parallel, as_json)
     dtype = "bfloat16" if settings.dtype == "auto" else settings.dtype
     chosen = choices(settings, checkpoint, dtype)
     drafter, drafter_bytes = drafter_of(settings, checkpoint, chosen)
@@ -64,6 +71,34 @@ def plan(
     else:
         _print(settings.model, result, gains, chosen.kv_format)
     if not result.fits:
+        raise typer.Exit(2)
+
+
+def _plan_vllm(settings: Settings, checkpoint: Checkpoint, card: tuple[int, int], cards: int, as_json: bool) -> None:
+    """What the same directory and knobs need on vLLM, which refuses here what it would refuse there."""
+    from soloist.planner import CONTEXTS
+    from soloist.scaleout.launch import command
+    from soloist.scaleout.plan import estimate, report
+
+    argv = command(settings, checkpoint.directory, device="cuda", tensor_parallel=cards).argv
+    kv = argv[argv.index("--kv-cache-dtype") + 1]
+    spec = json.loads(argv[argv.index("--speculative-config") + 1]) if "--speculative-config" in argv else {}
+    made = estimate(
+        checkpoint.config,
+        sum(checkpoint.nbytes().values()),
+        card=card[0],
+        used=card[1],
+        cards=cards,
+        kv=kv,
+        state=settings.state_dtype,
+        drafts=int(spec.get("num_speculative_tokens", 0)),
+    )
+    if as_json:
+        residents = {str(context): made.residents(context) for context in CONTEXTS}
+        print(json.dumps({**asdict(made), "longest": made.longest(), "residents": residents}, indent=1))
+    else:
+        print(report(made, CONTEXTS))
+    if not made.fits:
         raise typer.Exit(2)
 
 
