@@ -57,10 +57,11 @@ def estimate(
 def report(made: Estimate, contexts: tuple[int, ...]) -> str:
     """The table `soloist plan --engine vllm` prints."""
     mib = 1 << 20
+    share = f"{UTILISATION:.0%} less weights and 1 GiB workspace"
     rows = [
         f"cards                  {made.cards}",
         f"weights per card       {made.weights / mib:,.0f} MiB",
-        f"left for requests      {made.pool / mib:,.0f} MiB per card ({UTILISATION:.0%} less weights and 1 GiB workspace)",
+        f"left for requests      {made.pool / mib:,.0f} MiB per card ({share})",
         f"state per request      {made.state_per_request / mib:,.1f} MiB",
         f"KV per token           {made.kv_per_token / 1024:,.1f} KiB",
         f"longest request        {made.longest():,} tokens",
