@@ -189,7 +189,7 @@ def step_calls(
     table |= {n: index(t) for n in ("request", "positions", "parts")}
     table |= {"page_table": index(r, pages), "lanes": index(t, 32)}
     partials = attention.Partials.allocate(64, heads, dim, torch.device("cpu"))
-    q, k_rows = half(t, heads, dim), half(t, kv, dim)
+    q, k_rows, prompt = half(t, heads, dim), half(t, kv, dim), full(128, hv, dk)
     return {
         "add_norm": lambda: rows.add_norm(half(t, hidden), half(t, hidden), full(hidden), 1e-6, half(t, hidden)),
         "silu_mul": lambda: rows.silu_mul(half(t, 2 * ffn), half(t, ffn)),
@@ -217,7 +217,7 @@ def step_calls(
             full(t, hv, dk), u[:, channels:], full(dk), 1e-6, "silu", half(t, hv * dk)
         ),
         "chunk_scan": lambda: delta_prefill.chunk_scan(
-            full(hv, dk, dk), *(full(128, hv, dk) for _ in range(3)), full(128, hv), full(128, hv), state
+            full(hv, dk, dk), prompt, prompt, prompt, full(128, hv), full(128, hv), state
         ),
         "prefill_attention": lambda: prefill.prefill_attention(
             half(128, heads, dim), half(128, kv, dim), half(128, kv, dim), 0, 64, 0.1

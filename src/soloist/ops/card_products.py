@@ -39,11 +39,6 @@ class CardLinear(Linear):
         """Bytes of the weight as a step reads it."""
         raise NotImplementedError
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the weight as a step reads it."""
-        raise NotImplementedError
-
     def decode(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         raise NotImplementedError
 

@@ -19,9 +19,9 @@ def _inverse_rms(x: torch.Tensor, eps: float) -> torch.Tensor:
 def rms_norm(x: torch.Tensor, factor: torch.Tensor, eps: float) -> torch.Tensor:
     """y = x / rms(x) * factor over the last dim. x [..., D]; factor [D] fp32; returns x's dtype."""
     if x.is_cuda:
-        from soloist.ops.triton.norms import norm
+        from soloist.ops.triton.norms import norm as on_card
 
-        return norm(x, factor, eps)
+        return on_card(x, factor, eps)
     x32 = x.float()
     return (x32 * _inverse_rms(x32, eps)).mul_(factor).to(x.dtype)
 
@@ -29,9 +29,9 @@ def rms_norm(x: torch.Tensor, factor: torch.Tensor, eps: float) -> torch.Tensor:
 def plain_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """The Qwen3 order of the DFlash2 drafter: normalise in fp32, round to x's dtype, then multiply with `weight`."""
     if x.is_cuda:
-        from soloist.ops.triton.norms import norm
+        from soloist.ops.triton.norms import norm as on_card
 
-        return norm(x, weight, eps, plain=True)
+        return on_card(x, weight, eps, plain=True)
     x32 = x.float()
     return (x32 * _inverse_rms(x32, eps)).to(x.dtype) * weight.to(x.dtype)
 
@@ -39,9 +39,9 @@ def plain_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.T
 def gated_rms_norm(x: torch.Tensor, weight: torch.Tensor, gate: torch.Tensor, eps: float, act: str) -> torch.Tensor:
     """DeltaNet's output norm: w * x / rms(x) * act(gate). x, gate [T, H, D]; weight [D] plain; fp32 inside."""
     if x.is_cuda:
-        from soloist.ops.triton.norms import norm
+        from soloist.ops.triton.norms import norm as on_card
 
-        return norm(x, weight, eps, gate=gate, act=act)
+        return on_card(x, weight, eps, gate=gate, act=act)
     x32 = x.float()
     y = (x32 * _inverse_rms(x32, eps)).mul_(weight)
     gate32 = gate.float()
@@ -51,8 +51,8 @@ def gated_rms_norm(x: torch.Tensor, weight: torch.Tensor, gate: torch.Tensor, ep
 def l2_normalise(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """x * rsqrt(sum(x^2) + 1e-6) * scale per head. x [T, H, D] fp32; scale [H, 1]."""
     if x.is_cuda:
-        from soloist.ops.triton.norms import norm
+        from soloist.ops.triton.norms import norm as on_card
 
-        return norm(x, scale.expand(-1, x.shape[-1]), 1e-6, mean=False)
+        return on_card(x, scale.expand(-1, x.shape[-1]), 1e-6, mean=False)
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     return x * norm.square_().add_(1e-6).rsqrt_().mul_(scale)
