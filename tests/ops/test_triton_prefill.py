@@ -26,9 +26,7 @@ def test_attention(device: torch.device, start: int) -> None:
     q = torch.randn(tokens, heads, dim, device=device).to(DOT)
     keys, values = (torch.randn(start + tokens, kv, dim, device=device).to(DOT) for _ in range(2))
     o = prefill.prefill_attention(q, keys, values, start, 64, dim**-0.5)
-    truth = attention.prefill_attention(
-        q.cpu().float(), keys.cpu().float(), values.cpu().float(), start, 64, dim**-0.5
-    )
+    truth = attention.prefill_attention(q.cpu().float(), keys.cpu().float(), values.cpu().float(), start, 64, dim**-0.5)
     near(o, truth, 6e-3 if CARD else 1e-5)
     second = prefill.prefill_attention(q[64:], keys, values, start + 64, 64, dim**-0.5)
     assert torch.equal(second, o[64:])
