@@ -112,15 +112,18 @@ class StepCost:
 class GainRule:
     """The row count with the best expected tokens per millisecond, and whether drafting pays at all.
 
-    probe  after this many steps without the drafter, run it once to see whether it would pay now
+    probe  after this many steps without the drafter, run it once to see whether it would pay now; every probe that
+           says no doubles the wait, up to `patience` steps
     keep   weight of the past in the running estimate of a drafted step's rate
     """
 
-    def __init__(self, cost: StepCost, long: int, probe: int = 24, keep: float = 0.8) -> None:
+    def __init__(self, cost: StepCost, long: int, probe: int = 24, patience: int = 192, keep: float = 0.6) -> None:
         self.cost = cost
         self.long = long
         self.probe = probe
+        self.patience = patience
         self.keep = keep
+        self._wait = probe
         self._drafted_rate: float | None = None
         self._skipped = 0
         self._probing = False
@@ -137,9 +140,12 @@ class GainRule:
 
     def drafts(self, survival: Sequence[float]) -> bool:
         if self._drafted_rate is None or self._drafted_rate >= self._best(survival, 0.0)[0]:
+            self._wait = self.probe
             return True
         self._skipped += 1
-        self._probing = self._skipped > self.probe
+        self._probing = self._skipped > self._wait
+        if self._probing:
+            self._wait = min(2 * self._wait, self.patience)
         return self._probing
 
     def limit(self, survival: Sequence[float], has_tail: bool, emitted: int, context: int, drafted: bool) -> int:
