@@ -15,7 +15,7 @@ def test_bounded_by_number_and_by_characters() -> None:
     for i in range(5):
         store.put(_stored(f"r{i}", 10))
     assert list(store.finished) == ["r2", "r3", "r4"]
-    store.put(_stored("large", 950))
+    store.put(_stored("large", 980))
     assert list(store.finished) == ["large"] and store.get("r4") is None
     store.put(_stored("larger", 2000))
     assert not store.finished and store.held == 0
