@@ -224,6 +224,28 @@ def test_symmetric_gptq_with_odd_zeros_is_refused(tmp_path: Path) -> None:
         open_checkpoint(tmp_path / "q").weight("layers.1.self_attn.q_proj")
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("form", ["dense", "pack-quantized", "gptq"])
+def test_values_that_are_not_finite_are_refused(tmp_path: Path, form: str, value: float) -> None:
+    directory = build_tiny(tmp_path / "dense", pattern="LF", mtp=False)
+    if form != "dense":
+        make_foreign(directory, tmp_path / "q", form)
+        directory = tmp_path / "q"
+    suffix = {"dense": "weight", "pack-quantized": "weight_scale", "gptq": "scales"}[form]
+    name = "model.layers.1.self_attn.q_proj"
+    tensor = load_file(directory / "model.safetensors")[f"{name}.{suffix}"]
+    tensor[1, 2] = value
+    _damage(directory, name, **{suffix: tensor})
+    checkpoint = open_checkpoint(directory)
+    with pytest.raises(CheckpointError, match=f"q_proj.{suffix} holds NaN or infinite"):
+        checkpoint.weight("layers.1.self_attn.q_proj")
+    with pytest.raises(CheckpointError, match="holds NaN or infinite"):
+        checkpoint.fused([f"layers.1.self_attn.{x}_proj" for x in "qkv"])
+    _damage(directory, "model.norm", weight=torch.full((128,), value))
+    with pytest.raises(CheckpointError, match=r"norm\.weight holds NaN or infinite"):
+        open_checkpoint(directory).tensor("norm.weight")
+
+
 @pytest.mark.parametrize("bits, bound", [(4, 0.12), (8, 0.008)])
 def test_round_to_nearest(bits: int, bound: float) -> None:
     weight = torch.randn(64, 256, generator=torch.Generator().manual_seed(3))

@@ -22,6 +22,7 @@ import torch
 from soloist.checkpoint import formats
 from soloist.checkpoint.config import DrafterConfig, ModelConfig, read_drafter_config, read_model_config
 from soloist.checkpoint.formats import StoredModule, resolve
+from soloist.checkpoint.formats.stored import check_finite
 from soloist.checkpoint.layout import (
     VISION_PREFIXES,
     Layout,
@@ -113,7 +114,9 @@ class Checkpoint:
         """A copy of one tensor in its stored dtype. `X.weight` of a quantised module X is dequantised to fp32."""
         info = self.tensors.get(name)
         if info is not None:
-            return info.view().clone()
+            tensor = info.view().clone()
+            check_finite(name, info, tensor)
+            return tensor
         module = name.removesuffix(".weight")
         if name.endswith(".weight") and module in self.modules:
             return self.weight(module).dequantize()
@@ -139,6 +142,8 @@ class Checkpoint:
         One weight where the forms agree (all dense in one dtype; or the same bits, group, symmetry and scale
         dtype), else the tuple of the single weights in the order given.
         """
+        for module in modules:
+            formats.check(self._stored(module))
         fused = fuse([formats.load(self._stored(module), copy=False) for module in modules])
         return tuple(self.weight(module) for module in modules) if isinstance(fused, tuple) else fused
 

@@ -121,6 +121,18 @@ def _check_dense(name: str, shape: tuple[int, int], weight: TensorInfo) -> None:
         )
 
 
+def check_finite(name: str, info: TensorInfo, tensor: torch.Tensor) -> None:
+    """Refuse NaN and infinity: one of them anywhere makes the sum one. Raises CheckpointError."""
+    if tensor.is_floating_point() and not bool(torch.isfinite(tensor.sum(dtype=torch.float32))):
+        raise CheckpointError(f"{info.shard.path}: {name} holds NaN or infinite values.", "Download it again.")
+
+
+def check(stored: StoredModule) -> None:
+    """Refuse a module whose weight, or scales, are not all finite. Reads them once."""
+    suffix = "weight" if stored.dense else SCALE_OF[stored.form]
+    check_finite(f"{stored.name}.{suffix}", stored.tensors[suffix], stored.tensors[suffix].view())
+
+
 def load(stored: StoredModule, copy: bool = True) -> Weight:
     """Read one module: each stored tensor is copied out of the mapped file once.
 
@@ -136,6 +148,8 @@ def load(stored: StoredModule, copy: bool = True) -> Weight:
 
     mapped = {info.view().data_ptr() for info in stored.tensors.values() if info.numel}
     bias = cut(view("bias")) if "bias" in stored.tensors else None
+    if copy:
+        check(stored)
     if stored.dense:
         return DenseWeight(cut(view("weight")), bias)
     outputs = stored.whole if stored.rows else stored.shape[0]
