@@ -68,6 +68,7 @@ def test_tiles_are_packed_where_the_rule_says(tiny_model: Path) -> None:
         assert packed.ask(long).logprobs != full.ask(long).logprobs
 
 
+@pytest.mark.slow
 def test_parked_and_resumed(arms: tuple[Arm, Arm, int], tiny_model: Path) -> None:
     plain, full, _ = arms
     prompts = [text(150 + 9 * i, VOCAB, 800 + i) for i in range(4)]

@@ -114,7 +114,7 @@ def test_settling_makes_way_and_goes_on(tiny_model: Path) -> None:
     """A request that arrives in the middle of a settle pass is served at once; the pass is finished afterwards."""
     prompt = text(100, VOCAB, 3)
     with Arm(tiny_model, spec="mtp", max_len="2048") as arm:
-        answer = arm.ask(prompt, tokens=1500)
+        answer = arm.ask(prompt, tokens=700)
         settler = arm.engine.settler
         deadline = time.monotonic() + 60
         while settler.tokens == 0 and time.monotonic() < deadline:
