@@ -31,7 +31,7 @@ def sampling_defaults(directory: Path) -> dict[str, Any]:
     return {key: table[key] for key in _SAMPLING_KEYS if table.get(key) is not None}
 
 
-def server_options(settings: Settings, directory: Path, fingerprint: str = "") -> ServerOptions:
+def server_options(settings: Settings, directory: Path) -> ServerOptions:
     """The options that a Settings stands for; `directory` is where the model lives."""
     return ServerOptions(
         names=settings.served_name or (settings.model if settings.model == "demo" else directory.resolve().name,),
@@ -42,7 +42,6 @@ def server_options(settings: Settings, directory: Path, fingerprint: str = "") -
         request_metrics=settings.req_metrics,
         force_usage=settings.force_usage,
         reasoning_fields=_REASONING_FIELDS[settings.reasoning_fields],
-        fingerprint=fingerprint,
         defaults=sampling_defaults(directory) if settings.generation_defaults else {},
         pictures=picture_rules(settings, directory) if settings.vision else None,
     )

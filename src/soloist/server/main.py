@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import hashlib
 import logging
+import os
 import signal
 import socket
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -26,6 +29,7 @@ from soloist.settings import Settings
 if TYPE_CHECKING:
     import uvicorn
 
+    from soloist.server.face import EngineFace
     from soloist.server.service import Service
 
 _GRACE_S = 1.0  # from the engine's end to the process's: time for the error events to leave
@@ -45,10 +49,11 @@ def run(settings: Settings, progress: Progress) -> None:
         try:
             asyncio.run(server.serve(sockets=[listener]))
         finally:
-            alive = service.engine.alive
+            if not service.engine.alive:
+                # After a device fault nothing below can be trusted to shut down, nor be waited for.
+                logging.shutdown()
+                os._exit(1)
             engine_close()
-        if not alive:
-            sys.exit(1)
     finally:
         listener.close()
 
@@ -63,9 +68,16 @@ def build_service(settings: Settings, progress: Progress) -> tuple[Service, Call
     progress("tokenizer", 0, 1)
     directory = model_directory(settings.model)
     tokenizer, template = Tokenizer.load(directory), ChatTemplate.load(directory)
+    options = server_options(settings, directory)
     progress("tokenizer", 1, 1)
     engine = build_engine(settings, progress, keep_sessions=True)
-    return Service(engine, tokenizer, template, server_options(settings, directory)), engine.close
+    return Service(engine, tokenizer, template, replace(options, fingerprint=fingerprint(engine))), engine.close
+
+
+def fingerprint(engine: EngineFace) -> str:
+    """What `system_fingerprint` says: equal for equal knobs, of which the numerics are a part."""
+    knobs = sorted(engine.status().knobs.items())
+    return f"soloist-{hashlib.sha256(repr(knobs).encode()).hexdigest()[:12]}"
 
 
 def claim(host: str, port: int) -> socket.socket:
