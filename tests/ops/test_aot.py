@@ -9,8 +9,13 @@ import pytest
 
 from soloist.ops.aot import SHARED_LIMIT
 
+# Two cards stand for the rest in a quick run: the smallest shared memory and the dependent launches.
+QUICK = (86, 90)
 
-@pytest.mark.parametrize("arch", sorted(SHARED_LIMIT))
+
+@pytest.mark.parametrize(
+    "arch", [a if a in QUICK else pytest.param(a, marks=pytest.mark.slow) for a in sorted(SHARED_LIMIT)]
+)
 def test_kernels_fit(arch: int) -> None:
     # A process of its own: these tests run the interpreter, the compiler must not.
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
