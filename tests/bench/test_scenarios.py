@@ -127,7 +127,7 @@ def test_soak_passes_on_a_healthy_server_and_hangs_up_on_it():
 @pytest.mark.parametrize(
     ("faults", "complaint"),
     [
-        (Faults(flip_after=8), "text differs at character 5"),
+        (Faults(flip_after=8), "answer differs at character 5"),
         (Faults(leak_pages=True), "pages in use grew"),
         (Faults(leak_memory=True), "memory grew"),
         (Faults(cut_after=4), "without a finish_reason"),

@@ -53,7 +53,7 @@ def test_a_sound_server_passes(tmp_path, monkeypatch):
 
 def test_a_fault_in_the_cache_is_found(tmp_path, monkeypatch):
     code, result = soak(str(FAULTY), tmp_path, monkeypatch)
-    assert code == 1 and any("text differs at character" in f for f in result.failures), result.failures
+    assert code == 1 and any("answer differs at character" in f for f in result.failures), result.failures
 
 
 def test_ending_the_benchmark_ends_its_server(tmp_path, monkeypatch):

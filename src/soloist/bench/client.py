@@ -50,6 +50,7 @@ class Answer:
     gaps_ms: list[float] = field(default_factory=list)
     metrics: dict[str, Any] = field(default_factory=dict)
     tool_calls: list[dict[str, Any]] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
     error: str | None = None
 
     @property
@@ -226,6 +227,7 @@ def _take(answer: Answer, event: dict[str, Any]) -> bool:
         answer.text += content
         answer.reasoning += reasoning
         _merge_calls(answer.tool_calls, calls)
+        answer.logprobs += [float(e["logprob"]) for e in (choice.get("logprobs") or {}).get("content") or []]
         # White space at the very beginning of reasoning may be the template's, sent before anything was generated.
         thought = reasoning.strip() or (reasoning and answer.ttft_ms is not None)
         carried = carried or bool(content or thought or calls)

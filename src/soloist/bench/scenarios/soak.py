@@ -143,9 +143,12 @@ def _work(context: Context, chosen: Sequence[Job], max_tokens: int) -> list[tupl
 
 
 def said(answer: Answer) -> str:
-    """Everything an answer said, for comparison: thinking, text, calls."""
+    """Everything an answer said, for comparison: thinking, text, calls, and log-probabilities to the last bit.
+
+    The last bit matters: a state that is slightly wrong after a resume seldom changes a greedy token at once.
+    """
     calls = "".join(f"\n{c['name']}{c['arguments']}" for c in answer.tool_calls)
-    return answer.reasoning + answer.text + calls
+    return answer.reasoning + answer.text + calls + "".join(f"\n{value!r}" for value in answer.logprobs)
 
 
 async def _round(
@@ -205,7 +208,7 @@ async def _idle(context: Context, this: Round) -> Samples | None:
 def difference(expected: str, got: str) -> str:
     """Where two texts part, with a few characters of both."""
     at = next((i for i, (a, b) in enumerate(zip(expected, got, strict=False)) if a != b), min(len(expected), len(got)))
-    return f"text differs at character {at}: {expected[at : at + 24]!r} became {got[at : at + 24]!r}"
+    return f"answer differs at character {at}: {expected[at : at + 24]!r} became {got[at : at + 24]!r}"
 
 
 def leaks(history: Sequence[Round]) -> list[str]:
