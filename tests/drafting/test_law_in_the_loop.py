@@ -120,7 +120,7 @@ COST = StepCost((0.0, *(1.0 + 0.25 * n for n in range(9))), draft=0.3)
 LOOKUP = LookupConfig(nmin=1, nmax=4, nstrong=4, agree=1, nmin_tail=2, longmin=2)
 RULES = {
     "saturated": lambda: SaturatedRule(SaturatedConfig(2, 8)),
-    "gain": lambda: GainRule(COST, 8, probe=4),
+    "gain": lambda: GainRule(COST, 8, probe=4, patience=4, keep=0.8),
 }
 CASES = {
     "drawn chain": (None, False, True, "saturated"),
