@@ -20,7 +20,8 @@ from oracle.dflash2 import Dflash2Oracle
 from oracle.mtp import MtpOracle
 from oracle.target import States, greedy, load_target, states
 from soloist import demo
-from soloist.checkpoint.reader import find_template, open_checkpoint
+from soloist.checkpoint.reader import open_checkpoint
+from soloist.checkpoint.sidecars import find_template
 
 PROMPTS = (
     "Hello, who are you?",

@@ -35,6 +35,7 @@ from soloist.checkpoint.layout import (
     target_layout,
 )
 from soloist.checkpoint.shards import TensorInfo, read_directory
+from soloist.checkpoint.sidecars import check_tokenizer, draft_ids, find_template
 from soloist.errors import CheckpointError
 from soloist.ops.linear import DenseWeight, QuantizedWeight, Weight
 
@@ -177,7 +178,7 @@ class Checkpoint:
         """Token ids int64 [N] of the draft head's rows, ascending. Raises CheckpointError if it has none."""
         if not self.has_draft_head:
             raise CheckpointError(f"{self.directory} has no draft head.", "Run `soloist draft-vocab` to make one.")
-        return _draft_ids(self.directory, self.tensors)
+        return draft_ids(self.directory, self.tensors)
 
     def fingerprint(self) -> str:
         """Hex digest over config, headers, sizes and a few pages of every file: equal weights, equal print."""
@@ -220,63 +221,6 @@ def fuse(weights: Sequence[Weight]) -> Weight | tuple[Weight, ...]:
             bias,
         )
     return tuple(weights)
-
-
-def find_template(directory: Path) -> str | None:
-    """The chat template's text: `chat_template.jinja`, else the key of tokenizer_config.json, else None."""
-    file = directory / "chat_template.jinja"
-    if file.exists():
-        return file.read_text(encoding="utf-8")
-    settings = directory / "tokenizer_config.json"
-    if not settings.exists():
-        return None
-    try:
-        template = json.loads(settings.read_text(encoding="utf-8")).get("chat_template")
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise CheckpointError(f"{settings} is not valid JSON ({error}).", "Download the file again.") from None
-    if isinstance(template, list):  # named templates, an older transformers form
-        named = {entry.get("name"): entry.get("template") for entry in template}
-        template = named.get("default")
-    return template
-
-
-def _check_tokenizer(directory: Path) -> None:
-    path = directory / "tokenizer.json"
-    if not path.exists():
-        raise CheckpointError(f"{directory} has no tokenizer.json.", "Copy it from the original model's repository.")
-    try:
-        model = json.loads(path.read_text(encoding="utf-8"))["model"]
-        vocabulary = model["vocab"]
-    except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError):
-        raise CheckpointError(f"{path} is not a tokenizer file.", "Download the file again.") from None
-    if not vocabulary:
-        raise CheckpointError(f"{path} has an empty vocabulary.", "Download the file again.")
-
-
-def _draft_ids(directory: Path, tensors: Mapping[str, TensorInfo]) -> torch.Tensor:
-    if "mtp.draft_vocab_ids" in tensors:
-        return tensors["mtp.draft_vocab_ids"].view().clone().long()
-    listed = directory / "draft_vocab_ids.json"
-    if listed.exists():
-        try:
-            return torch.tensor(json.loads(listed.read_text(encoding="utf-8")), dtype=torch.int64)
-        except (ValueError, TypeError):
-            raise CheckpointError(f"{listed} is not a JSON array of token ids.", "Write it again.") from None
-    saved = directory / "mtp_draft_vocab_ids.pt"
-    if saved.exists():
-        return torch.as_tensor(torch.load(saved, weights_only=True)).long()
-    raise CheckpointError(
-        f"{directory} has a draft head but no id list (draft_vocab_ids.json).", "Run `soloist draft-vocab` again."
-    )
-
-
-def _check_draft_ids(directory: Path, ids: torch.Tensor, rows: int, vocab: int) -> None:
-    good = ids.ndim == 1 and len(ids) == rows and bool((ids[1:] > ids[:-1]).all())
-    if not good or not len(ids) or int(ids[0]) < 0 or int(ids[-1]) >= vocab:
-        raise CheckpointError(
-            f"{directory}: the draft vocabulary must be {rows} ascending token ids below {vocab}.",
-            "Run `soloist draft-vocab` again.",
-        )
 
 
 def _canonical_tensors(directory: Path, kind: Kind, stored: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
@@ -346,7 +290,7 @@ def open_checkpoint(
     config = read_model_config(directory) if kind == "target" else read_drafter_config(directory)
     if kind == "target":
         if need_tokenizer:
-            _check_tokenizer(directory)
+            check_tokenizer(directory)
         if need_template and find_template(directory) is None:
             raise CheckpointError(
                 f"{directory} has no chat template (chat_template.jinja or tokenizer_config.json).",
@@ -395,5 +339,5 @@ def _with_mtp(
     packed = tensors.get(f"{DRAFT_HEAD}.weight_packed") or tensors.get(f"{DRAFT_HEAD}.weight")
     if packed is not None:
         mtp.linears[DRAFT_HEAD] = (packed.shape[0], config.hidden_size)
-        _check_draft_ids(directory, _draft_ids(directory, tensors), packed.shape[0], config.vocab_size)
+        check_draft_ids(directory, draft_ids(directory, tensors), packed.shape[0], config.vocab_size)
     return merged((layout, mtp))
