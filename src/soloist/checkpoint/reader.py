@@ -35,7 +35,7 @@ from soloist.checkpoint.layout import (
     target_layout,
 )
 from soloist.checkpoint.shards import TensorInfo, read_directory
-from soloist.checkpoint.sidecars import check_tokenizer, draft_ids, find_template
+from soloist.checkpoint.sidecars import check_draft_ids, check_tokenizer, draft_ids, find_template
 from soloist.errors import CheckpointError
 from soloist.ops.linear import DenseWeight, QuantizedWeight, Weight
 
