@@ -20,7 +20,9 @@ OFF = {"enable_thinking": False}
 
 
 def chat(live, **fields):
-    return httpx.post(live.url + "/v1/chat/completions", json={"messages": ASK, "max_tokens": 400, **OFF, **fields})
+    return httpx.post(
+        live.url + "/v1/chat/completions", json={"messages": ASK, "max_tokens": 400, **OFF, **fields}, timeout=60
+    )
 
 
 def text(reply) -> str:
