@@ -8,6 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -20,12 +21,10 @@ from soloist.engine.caching import build_reuse
 from soloist.engine.capacity import SHORT, choices, size_pool
 from soloist.engine.drafters import build_speculation, tap_layers
 from soloist.engine.engine import Engine
-from soloist.engine.graphs import GraphedModel
 from soloist.engine.memory import Memory
 from soloist.engine.selfcheck import MEANING, ROWS, cached_check, check_contracts, check_products
 from soloist.engine.vision import build_tower
 from soloist.errors import SettingError
-from soloist.models.card import CardShapes
 from soloist.models.card_loader import CardLoader
 from soloist.models.layers import Loader
 from soloist.models.qwen3_5 import Qwen35
@@ -34,6 +33,9 @@ from soloist.ops.numerics import digest, fingerprint
 from soloist.ops.products import candidates
 from soloist.planner import MAX_ROWS, Choices
 from soloist.settings import KNOBS, Settings
+
+if TYPE_CHECKING:
+    from soloist.models.card import CardShapes
 
 Progress = Callable[[str, int, int], None]
 log = logging.getLogger("soloist.engine")
@@ -73,7 +75,10 @@ def _build(settings: Settings, progress: Progress | None, keep_sessions: bool) -
     chosen = choices(settings, checkpoint, str(dtype).removeprefix("torch."), device)
     pages, max_len = size_pool(settings, checkpoint, chosen, device)
     memory = _memory(settings, checkpoint, device, dtype, chosen, pages, max_len)
-    if isinstance(model, GraphedModel):
+    if device.type == "cuda":
+        from soloist.engine.graphs import GraphedModel
+
+        assert isinstance(model, GraphedModel)
         shapes = card_shapes(settings.max_seqs, settings.verify_rows, pages_for(max_len), pages)
         model.prepare(shapes, memory.kv, memory.state, tap_layers(settings, checkpoint))
         if progress:
@@ -108,6 +113,7 @@ def _reported(settings: Settings) -> dict[str, str]:
 def card_shapes(max_seqs: int, verify_rows: int, context_pages: int, pool_pages: int) -> CardShapes:
     """Buffers of the largest step: every request with its rows, up to MAX_ROWS rows in all."""
     rows = max(verify_rows, min(max_seqs * verify_rows, MAX_ROWS))
+    from soloist.models.card import CardShapes
     from soloist.ops.triton.attention import SPLIT
 
     splits = pool_pages * PAGE // SPLIT + 2 * max_seqs
@@ -124,6 +130,8 @@ def _on_card(
     settings: Settings, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, progress: Progress | None
 ) -> tuple[Qwen35, tuple[str, ...]]:
     """Load onto the card; the contracts are checked on the eager sequence, which the graphs repeat."""
+    from soloist.engine.graphs import GraphedModel
+
     if dtype is torch.float32:
         raise SettingError("DTYPE=float32 has no kernels on a card.", "Set DTYPE=bfloat16, or DEVICE=cpu.")
     state_dtype = DTYPES[settings.state_dtype]
