@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import queue
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -65,7 +66,10 @@ class Engine:
         tokenizer, template = Tokenizer.load(directory), ChatTemplate.load(directory)
         defaults = sampling_defaults(directory) if settings.generation_defaults else {}
         pictures = picture_rules(settings, directory) if settings.vision else None
-        self._assemble(build_engine(settings), tokenizer, template, defaults, pictures)
+        engine = build_engine(settings)
+        # A script that just ends must not tear the interpreter down under a running thread.
+        weakref.finalize(self, engine.close)
+        self._assemble(engine, tokenizer, template, defaults, pictures)
 
     @classmethod
     def assembled(
