@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-# Before torch loads its OpenMP: workers that spin for ever at a barrier lose all their speed (measured: 161 to 4 tok/s on two
-# cores) the moment another program wants a core; a short spin keeps most of both.
+# Before torch loads its OpenMP: workers that spin long at a barrier lose nearly all their speed the moment another
+# program wants a core (measured on two cores: 4 tok/s instead of 160); a short spin keeps most of both.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "5000")
 
