@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import cProfile
 import json
+import os
 import pstats
 import statistics
 import subprocess
@@ -148,7 +149,10 @@ def main() -> None:
                 "--threads",
                 str(args.threads),
             ]
-            done = subprocess.run([sys.executable, __file__, *flags], capture_output=True, text=True, check=True)
+            # Here torch is imported before soloist, which would have set this; transformers keeps OpenMP's default.
+            spin = {} if side == "transformers" else {"GOMP_SPINCOUNT": "10000"}
+            command = [sys.executable, __file__, *flags]
+            done = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, **spin})
             found = json.loads(done.stdout.splitlines()[-1])
             ids[side] = found["ids"]
             traced = found["profile"] or traced

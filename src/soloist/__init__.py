@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 # Before torch loads its OpenMP: workers that spin long at a barrier lose nearly all their speed the moment another
 # program wants a core (measured on two cores: 4 tok/s instead of 160); a short spin keeps most of both.
 if "OMP_WAIT_POLICY" not in os.environ:
-    os.environ.setdefault("GOMP_SPINCOUNT", "5000")
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 if TYPE_CHECKING:
     from soloist.offline import Engine
