@@ -25,7 +25,6 @@ MAX_ROWS = 64  # rows of all requests in one step: twice the largest row tile of
 SPLIT = 256  # tokens per attention split (ops/triton/attention.py)
 KVARN_WINDOW = 400  # 16-bit tokens a request keeps beside its packed tiles
 CONTEXTS = (128, 4096, 16384, 65536)
-TARGET_PARTS = ("embed", "attention", "deltanet", "mlp", "norms", "lm_head")
 BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "fp32": 4, "fp16": 2, "bf16": 2}
 
 

@@ -21,7 +21,6 @@ import torch
 
 # Shared memory a block may have, bytes, by compute capability.
 SHARED_LIMIT = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 120: 101376}
-REGISTER_LIMIT = 255
 
 
 @dataclass(frozen=True)
