@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import pytest
 
@@ -43,29 +44,56 @@ def params(i: int) -> dict[str, float]:
     return {"temperature": 0.0, "repetition_penalty": 1.3 if i % 2 else 1.0}
 
 
-def answers(arm: Arm, scope: str) -> dict[int, Answer]:
+@dataclass(frozen=True)
+class Told:
+    """Answers by prompt, and what speculation did for all of them together."""
+
+    answers: dict[int, Answer]
+    accepted: int
+    steps: int
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(a.tokens) for a in self.answers.values())
+
+
+def tell(arm: Arm, scope: str) -> Told:
     step, tokens = SCOPES[scope]
     asked = dict(list(enumerate(prompts()))[::step])
     running = {i: arm.start(p, tokens, params=params(i)) for i, p in asked.items()}
-    return {i: pending.answer(900) for i, pending in running.items()}
+    out = {i: pending.answer(900) for i, pending in running.items()}
+    assert all(len(a.tokens) == tokens for a in out.values())
+    stats = [pending.request.stats for pending in running.values()]
+    return Told(out, sum(s.accepted for s in stats), sum(s.steps for s in stats))
 
 
 @pytest.fixture(scope="module", params=[pytest.param(s, marks=getattr(pytest.mark, s)) for s in SCOPES])
-def plain(request: pytest.FixtureRequest) -> tuple[str, dict[int, Answer]]:
+def plain(request: pytest.FixtureRequest) -> tuple[str, Told]:
     with Arm(demo.path(), **PLAIN) as arm:
-        out = answers(arm, request.param)
-    assert sum(distinct_grams(a.tokens) >= 0.6 for a in out.values()) >= len(out) // 2
+        out = tell(arm, request.param)
+    assert lively(out) >= len(out.answers) // 2
     return request.param, out
+
+
+def lively(told: Told) -> int:
+    """How many of the answers do not loop."""
+    return sum(distinct_grams(a.tokens) >= 0.6 for a in told.answers.values())
 
 
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("way", WAYS)
-def test_greedy_bits_do_not_depend_on_speculation(way: str, plain: tuple[str, dict[int, Answer]]) -> None:
+def test_greedy_bits_do_not_depend_on_speculation(way: str, plain: tuple[str, Told], record_property) -> None:
     scope, expected = plain
     knobs = {"block_rule": "saturated", **WAYS[way]}
     with Arm(demo.path(), **{**PLAIN, **knobs}) as arm:
-        got = answers(arm, scope)
-    assert [i for i in expected if got[i].bits != expected[i].bits] == []
+        got = tell(arm, scope)
+    differ = [i for i, a in expected.answers.items() if got.answers[i].bits != a.bits]
+    found = {"prompts": len(expected.answers), "not looping": lively(expected), "tokens": expected.tokens}
+    found |= {"differ": len(differ), "accepted drafts": got.accepted, "tokens per step": got.tokens / got.steps}
+    for name, value in found.items():
+        record_property(name, value)
+    assert differ == []
+    assert got.accepted > 0
 
 
 MIXED = [

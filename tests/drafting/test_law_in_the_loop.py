@@ -155,8 +155,10 @@ def test_transitions_follow_the_target(name: str, params: str) -> None:
 @pytest.mark.parametrize(
     "blocks", [pytest.param(SLOW, marks=pytest.mark.slow), pytest.param(FULL, marks=pytest.mark.full)]
 )
-def test_transitions_follow_the_target_over_many_blocks(name: str, params: str, blocks: int) -> None:
-    value, _ = statistic(case(name), PARAMS[params], blocks, seed=10_000)
+def test_transitions_follow_the_target_over_many_blocks(name: str, params: str, blocks: int, record_property) -> None:
+    value, accepted = statistic(case(name), PARAMS[params], blocks, seed=10_000)
+    for what, number in (("blocks", blocks), ("chi-square", value), ("limit", LIMIT["quick"]), ("accepted", accepted)):
+        record_property(what, number)
     assert value < LIMIT["quick"]
 
 

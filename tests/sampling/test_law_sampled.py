@@ -154,8 +154,11 @@ def test_emitted_law_when_coupled() -> None:
 @pytest.mark.parametrize(
     "blocks", [pytest.param(SLOW, marks=pytest.mark.slow), pytest.param(FULL, marks=pytest.mark.full)]
 )
-def test_emitted_law_over_many_blocks(name: str, params: SamplingParams, blocks: int) -> None:
-    assert abs(chi_square(DRAFTERS[name], params, blocks)) < 4
+def test_emitted_law_over_many_blocks(name: str, params: SamplingParams, blocks: int, record_property) -> None:
+    value = chi_square(DRAFTERS[name], params, blocks)
+    for what, number in (("blocks", blocks), ("standardised chi-square", value), ("limit", 4)):
+        record_property(what, number)
+    assert abs(value) < 4
 
 
 def test_the_test_sees_a_missing_residual(monkeypatch: pytest.MonkeyPatch) -> None:
