@@ -34,6 +34,7 @@ class Faults:
     cut_after: int | None = None
     refuse_fields: tuple[str, ...] = ()
     never_idle: bool = False
+    slow_settling: bool = False  # one turn is settled per scrape; its page is missing until then
 
 
 @dataclass
@@ -47,6 +48,7 @@ class FakeServer:
     running: int = 0
     peak: int = 0
     cancelled: int = 0
+    settling: int = 0
     bodies: list[dict[str, Any]] = field(default_factory=list)
     seen_prompts: set[str] = field(default_factory=set)
     url: str = ""
@@ -87,16 +89,18 @@ class FakeServer:
     async def _metrics(self, _: Request) -> Response:
         if self.faults.no_metrics:
             return Response(status_code=404)
-        pages = 7 + (self.served if self.faults.leak_pages else 0)
+        pages = 7 + (self.served if self.faults.leak_pages else 0) - self.settling
         memory = 500e6 + (self.served * 40e6 if self.faults.leak_memory else 0)
         lines = [
             "# TYPE vllm:num_requests_running gauge",
             f'vllm:num_requests_running{{model_name="{MODEL}"}} {self.running + self.faults.never_idle}',
             f'vllm:kv_cache_usage_perc{{model_name="{MODEL}"}} 0.25',
             f"soloist:pages_used {pages}",
+            f"soloist:turns_settling {self.settling}",
             f"process_resident_memory_bytes {memory:.0f}",
             f'vllm:generation_tokens_total{{model_name="{MODEL}"}} 12',
         ]
+        self.settling = max(0, self.settling - 1)
         return PlainTextResponse("\n".join(lines) + "\n")
 
     async def _tokenize(self, request: Request) -> Response:
@@ -123,6 +127,7 @@ class FakeServer:
             if name in body:
                 return _error(400, f"unknown field {name}")
         self.served += 1
+        self.settling += self.faults.slow_settling
         prompt = "".join(m["content"] for m in body["messages"])
         text = answer_to(body)[: int(body.get("max_tokens", 64))]
         if self.faults.flip_after is not None and self.served > self.faults.flip_after:

@@ -138,6 +138,11 @@ def test_soak_fails_on_a_planted_fault(faults, complaint):
     assert not result.passed and any(complaint in f for f in result.failures), result.failures
 
 
+def test_soak_counts_pages_when_every_turn_is_settled():
+    result, _ = soaked(Faults(slow_settling=True))
+    assert result.passed and [r["pages"] for r in result.tables[0].rows] == [7, 7, 7, 7]
+
+
 def test_soak_notices_requests_that_never_end(monkeypatch):
     monkeypatch.setattr(soak, "IDLE_S", 0.2)
     result, _ = soaked(Faults(never_idle=True), rounds=2)

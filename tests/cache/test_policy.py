@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from pathlib import Path
 
@@ -151,6 +152,30 @@ def test_drafters_are_as_good_warm_as_cold(spec: str) -> None:
         assert warm.cached == 640 and warm.bits == cold.bits
         accepted = [pending.request.stats.accepted for pending in (first, again)]
         assert accepted[0] > 5 and abs(accepted[0] - accepted[1]) <= 1
+
+
+def test_the_status_counts_turns_that_are_still_to_be_settled(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever compares pages between two moments has to wait for these, not only for requests."""
+    with Arm(tiny_model, spec="none") as arm:
+        turn = threading.Event()
+        step = arm.engine.settler.step
+
+        def waiting() -> None:
+            turn.wait(60)
+            step()
+
+        monkeypatch.setattr(arm.engine.settler, "step", waiting)
+        running = [arm.start(text(70, VOCAB, seed), tokens=80) for seed in (1, 2)]
+        for pending in running:
+            pending.answer()
+        before = arm.engine.status()
+        assert (before.running, before.settling) == (0, 2)
+        turn.set()
+        arm.quiet()
+        after = arm.engine.status()
+        assert after.settling == 0 and after.pages_used > before.pages_used
 
 
 def test_the_sessions_command(tiny_model: Path, tmp_path: Path) -> None:

@@ -118,6 +118,7 @@ class Engine:
             running=len(scheduler.decoding) + len(scheduler.prefilling),
             waiting=len(scheduler.waiting) + len(self._inbox),
             parked=len(scheduler.parked),
+            settling=self.settler.backlog if self.settler is not None else 0,
             slots_used=memory.slots_used,
             slots_total=memory.state.slots,
             pages_used=memory.pages.used,

@@ -50,8 +50,13 @@ class Settler:
         self.tokens = 0  # settled since start
 
     @property
+    def backlog(self) -> int:
+        """Turns not settled yet; any thread may read it."""
+        return len(self._waiting) + (self._current is not None)
+
+    @property
     def pending(self) -> bool:
-        return self._current is not None or bool(self._waiting)
+        return self.backlog > 0
 
     def add(self, request: Request) -> None:
         """Queue a turn that came to its end. Only grid blocks that are known completely are settled."""

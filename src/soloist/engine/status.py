@@ -10,13 +10,16 @@ from dataclasses import dataclass, field
 class EngineStatus:
     """Counts are of this instant; `counters` only grow.
 
-    `idle_s` is how long ago the engine loop last completed a pass while it had work (0 without work): a large
-    value means a stuck step. `degraded` lists, one sentence each, what runs slower or less exact than it could.
+    `settling` counts finished turns that idle time has yet to prefill into the cache: until it is 0, pages and slots
+    still move although nothing is asked. `idle_s` is how long ago the engine loop last completed a pass while it had
+    work (0 without work): a large value means a stuck step. `degraded` lists, one sentence each, what runs slower or
+    less exact than it could.
     """
 
     running: int = 0
     waiting: int = 0
     parked: int = 0
+    settling: int = 0
     slots_used: int = 0
     slots_total: int = 0
     pages_used: int = 0

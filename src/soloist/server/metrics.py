@@ -36,6 +36,7 @@ class _EngineGauges:
             ("vllm:num_requests_waiting", "Requests in the queue.", status.waiting),
             ("vllm:kv_cache_usage_perc", "Share of the page pool in use, 0 to 1.", pages),
             ("soloist:requests_parked", "Requests moved to host memory.", status.parked),
+            ("soloist:turns_settling", "Finished turns still to be prefilled into the cache.", status.settling),
             ("soloist:slots_used", "Recurrent-state slots in use.", status.slots_used),
             ("soloist:slots_total", "Recurrent-state slots.", status.slots_total),
             ("soloist:pages_used", "Pages in use.", status.pages_used),

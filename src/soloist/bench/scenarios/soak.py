@@ -30,6 +30,7 @@ MEMORY_GROWTH = 0.03
 _THINKING_OFF = {"chat_template_kwargs": {"enable_thinking": False}}
 PAGE_GAUGES = ("soloist:pages_used",)
 SLOT_GAUGES = ("soloist:slots_used",)
+SETTLING_GAUGES = ("soloist:turns_settling",)
 MEMORY_GAUGES = ("process_resident_memory_bytes",)
 
 COLUMNS = [
@@ -194,12 +195,15 @@ async def _idle(context: Context, this: Round) -> Samples | None:
         samples = await context.client.metrics()
         if samples is None:
             return None
-        # A slot without a request is a turn being settled; that ends by itself too.
+        # Finished turns are settled one by one; between two of them no slot is held, yet pages are still missing.
         busy, slots = samples.first("vllm:num_requests_running"), samples.first(*SLOT_GAUGES)
-        if not busy and not slots:
+        settling = samples.first(*SETTLING_GAUGES)
+        if not busy and not slots and not settling:
             return samples
         if time.perf_counter() > deadline:
             what = f"{busy:.0f} requests run" if busy else f"{slots or 0:.0f} state slots are held"
+            if settling and not busy:
+                what = f"{settling:.0f} turns wait to be settled"
             this.different.append(f"{what} still {IDLE_S:.0f} s after the last answer")
             return samples
         await asyncio.sleep(0.1)
