@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from soloist.checkpoint.formats import resolve
 from soloist.checkpoint.reader import open_checkpoint
+from soloist.checkpoint.shards import BESIDE, INDEX_NAME, read_directory
 from soloist.cli import app
 from soloist.errors import CheckpointError, UserError
 from soloist.prepare.capture import TOKENS
@@ -63,8 +64,8 @@ def test_rows_and_ids_agree(tmp_path: Path, form: str, tied: bool) -> None:
         draft = after.weight("mtp.draft_lm_head")
         assert type(draft) is type(before.weight("lm_head"))
         assert torch.equal(draft.dequantize(), before.weight("lm_head").dequantize()[ids])
-        bits = None if after.modules["mtp.draft_lm_head"].dense else after.modules["mtp.draft_lm_head"].bits
-        assert resolve.predict(after.config.quantization or {}, "mtp.draft_lm_head") == bits
+        assert not any("draft" in name for name in read_directory(directory))  # other readers do not meet it
+        assert after.config.quantization == before.config.quantization
         for name in before.modules:
             assert torch.equal(after.weight(name).dequantize(), before.weight(name).dequantize())
         ids = choose(COUNTS, {258}, 128, 320)
@@ -82,10 +83,32 @@ def test_quantising_afterwards_keeps_the_draft_head(tmp_path: Path) -> None:
     assert after.notes == ()
 
 
-def _list(directory: Path, ids: list[int]) -> None:
-    path = directory / "model-draft-head.safetensors"
-    from safetensors.torch import load_file, save_file
+@pytest.mark.parametrize("by", ["draft-vocab", "quantize"])
+def test_a_head_that_the_index_names_is_read_and_moved(tmp_path: Path, by: str) -> None:
+    """Published recipes keep it among the indexed tensors, where vLLM's MTP loader ends at a name it does not know."""
+    directory = build_tiny(tmp_path / "m", pattern="LF")
+    ids = choose(COUNTS, {258}, 64, 320)
+    write(directory, ids)
+    head = load_file(directory / BESIDE)
+    (directory / BESIDE).unlink()
+    save_file(head, directory / "model_extra_tensors.safetensors", {"format": "pt"})
+    index = json.loads((directory / INDEX_NAME).read_text())
+    index["weight_map"] |= dict.fromkeys(head, "model_extra_tensors.safetensors")
+    (directory / INDEX_NAME).write_text(json.dumps(index))
+    assert torch.equal(open_checkpoint(directory).draft_vocab(), ids)
+    if by == "draft-vocab":
+        ids = choose(COUNTS, {258}, 128, 320)
+        write(directory, ids)
+    else:
+        quantize(open_checkpoint(directory), {"mtp": INT4}, tmp_path / "q")
+        directory = tmp_path / "q"
+    after = open_checkpoint(directory)
+    assert torch.equal(after.draft_vocab(), ids) and after.modules["mtp.draft_lm_head"].beside
+    assert not any("draft" in name for name in read_directory(directory)) and after.notes == ()
 
+
+def _list(directory: Path, ids: list[int]) -> None:
+    path = directory / BESIDE
     tensors = load_file(path)
     tensors["mtp.draft_vocab_ids"] = torch.tensor(ids)
     save_file(tensors, path, {"format": "pt"})
@@ -105,9 +128,9 @@ def test_a_pickled_list_is_read_without_running_it(tmp_path: Path) -> None:
     ids = choose(COUNTS, {258}, 64, 320)
     write(directory, ids)
     (directory / "draft_vocab_ids.json").unlink()
-    index = json.loads((directory / "model.safetensors.index.json").read_text())
-    del index["weight_map"]["mtp.draft_vocab_ids"]
-    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    tensors = load_file(directory / BESIDE)
+    del tensors["mtp.draft_vocab_ids"]
+    save_file(tensors, directory / BESIDE, {"format": "pt"})
     with pytest.raises(CheckpointError, match="no id list"):
         open_checkpoint(directory)
     torch.save(ids, directory / "mtp_draft_vocab_ids.pt")

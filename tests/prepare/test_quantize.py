@@ -15,9 +15,11 @@ from foreign import make_foreign
 from oracle.target import load_target, states
 from soloist.checkpoint.formats import resolve
 from soloist.checkpoint.reader import open_checkpoint
+from soloist.checkpoint.shards import BESIDE, INDEX_NAME, read_directory
 from soloist.checkpoint.writer import JOURNAL
 from soloist.errors import CheckpointError, SettingError
 from soloist.prepare import quantize as room
+from soloist.prepare.draft_vocab import write
 from soloist.prepare.gptq import Hessian
 from soloist.prepare.hessians import Captured, Streamed, save_hessians
 from soloist.prepare.quantize import REPORT, Gptq, quantize
@@ -48,18 +50,21 @@ def test_transformers_reads_what_is_written(dense: Path, tmp_path: Path) -> None
     torch.testing.assert_close(theirs, logits(out), rtol=0, atol=1e-5 * float(theirs.abs().max()))
 
 
-@pytest.mark.parametrize("nested", [False, True])
-def test_parts_forms_and_config_agree(tmp_path: Path, nested: bool) -> None:
+@pytest.mark.parametrize("nested, compact", [(False, False), (True, True), (True, False)])
+def test_parts_forms_and_config_agree(tmp_path: Path, nested: bool, compact: bool) -> None:
     source = build_tiny(tmp_path / "m", pattern="LF", nested=nested, shards=2)
     out = tmp_path / "out"
-    reports = quantize(open_checkpoint(source), {"body": INT4, "lm_head": INT8, "embed": INT8, "mtp": INT8}, out)
+    parts = {"body": INT4, "lm_head": INT8, "embed": INT8, "mtp": INT8}
+    reports = quantize(open_checkpoint(source), parts, out, compact=compact)  # type: ignore[arg-type]
     after, before = open_checkpoint(out), open_checkpoint(source)
     assert after.notes == ()
     for name, stored in after.modules.items():
         small = name.endswith(("in_proj_a", "in_proj_b"))
         bits = None if small else 4 if name.startswith("layers") else 8
         assert (None if stored.dense else stored.bits) == bits, name
-        assert resolve.predict(after.config.quantization or {}, name) == bits, name
+        told = None if stored.beside else bits
+        assert stored.beside == (name == "embed_tokens" and not compact)
+        assert resolve.predict(after.config.quantization or {}, name) == told, name
         if small:
             assert torch.equal(after.tensor(f"{name}.weight"), before.tensor(f"{name}.weight"))
     for name in before.layout.tensors:
@@ -82,6 +87,49 @@ def test_a_tied_head_is_split_off(tmp_path: Path) -> None:
     both = tmp_path / "tied"
     quantize(open_checkpoint(source), {"embed": INT8}, both)
     assert open_checkpoint(both).config.tied and open_checkpoint(both).notes == ()
+
+
+def test_other_readers_keep_the_dense_embedding(dense: Path, tmp_path: Path) -> None:
+    """What only Soloist reads is in a file no index names; the rest is the source's embedding, byte for byte."""
+    from transformers import AutoModelForCausalLM
+
+    out = tmp_path / "out"
+    quantize(open_checkpoint(dense), {"body": INT4, "lm_head": INT4, "embed": INT8, "mtp": INT4}, out)
+    ours, theirs = open_checkpoint(out), open_checkpoint(out, beside=False)
+    assert ours.modules["embed_tokens"].bits == 8 and theirs.modules["embed_tokens"].dense
+    assert torch.equal(theirs.tensor("embed_tokens.weight"), open_checkpoint(dense).tensor("embed_tokens.weight"))
+    index = json.loads((out / INDEX_NAME).read_text())
+    assert BESIDE not in index["weight_map"].values() and (out / BESIDE).exists()
+    assert index["metadata"]["total_size"] == sum(info.nbytes for info in read_directory(out).values())
+    model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32, attn_implementation="eager")
+    assert torch.equal(model.get_input_embeddings().weight, theirs.tensor("embed_tokens.weight").float())
+    with torch.no_grad():
+        logits_there = model(torch.tensor([TEXTS[1]])).logits[0]
+    moved = (logits_there - logits(out)).abs().max() / logits_there.abs().max()
+    assert 0 < float(moved) < 0.05
+
+
+def test_a_second_run_keeps_what_is_beside(dense: Path, tmp_path: Path) -> None:
+    quantize(open_checkpoint(dense), {"embed": INT8}, tmp_path / "a")
+    write(tmp_path / "a", torch.arange(0, 320, 5))
+    quantize(open_checkpoint(tmp_path / "a"), {"body": INT4, "mtp": INT8}, tmp_path / "b")
+    a, b = open_checkpoint(tmp_path / "a"), open_checkpoint(tmp_path / "b")
+    for name in ("embed_tokens", "mtp.draft_lm_head"):
+        assert b.modules[name].beside
+        assert torch.equal(a.weight(name).dequantize(), b.weight(name).dequantize())
+    assert torch.equal(a.draft_vocab(), b.draft_vocab())
+    assert b.notes == () and (b.modules["layers.0.mlp.up_proj"].bits, b.modules["mtp.fc"].bits) == (4, 8)
+    with pytest.raises(CheckpointError, match="embed_tokens is int8 already"):
+        quantize(b, {"embed": INT4}, tmp_path / "c")
+
+
+def test_the_embedding_of_another_checkpoint_is_refused(dense: Path, tmp_path: Path) -> None:
+    quantize(open_checkpoint(dense), {"embed": INT8}, tmp_path / "a")
+    other = build_tiny(tmp_path / "m", pattern="LLF", dtype=torch.bfloat16, seed=7)
+    shutil.copy(tmp_path / "a" / BESIDE, other / BESIDE)
+    with pytest.raises(CheckpointError, match="the embedding of another checkpoint"):
+        open_checkpoint(other)
+    assert open_checkpoint(other, beside=False).modules["embed_tokens"].dense
 
 
 @pytest.mark.parametrize("form", ["gptq", "gptq_v2", "awq", "auto-round"])

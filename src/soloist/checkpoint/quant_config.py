@@ -14,7 +14,6 @@ from typing import Any
 PART_PATTERNS = {
     "embed": r"re:.*embed_tokens$",
     "lm_head": r"re:.*lm_head$",
-    "draft_head": r"re:^mtp\.draft_lm_head$",
     "mtp": r"re:^mtp\..*",
 }
 

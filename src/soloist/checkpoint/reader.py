@@ -34,13 +34,15 @@ from soloist.checkpoint.layout import (
     part_of,
     target_layout,
 )
-from soloist.checkpoint.shards import TensorInfo, read_directory
+from soloist.checkpoint.shards import BESIDE, TensorInfo, read_beside, read_directory
 from soloist.checkpoint.sidecars import check_draft_ids, check_tokenizer, draft_ids, find_template
 from soloist.errors import CheckpointError
 from soloist.ops.linear import DenseWeight, QuantizedWeight, Weight
 
 Kind = Literal["target", "drafter"]
 DRAFT_HEAD = "mtp.draft_lm_head"
+SAMPLED, FARTHEST = 16, 0.3
+"""Rows compared, and a relative distance that no 4-bit rounding reaches."""
 
 
 @dataclass(frozen=True)
@@ -238,6 +240,26 @@ def _canonical_tensors(directory: Path, kind: Kind, stored: Mapping[str, TensorI
     return tensors
 
 
+def _prefer(tensors: Mapping[str, TensorInfo], beside: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
+    """Canonical tensors, with every module that `soloist.safetensors` holds taken from there alone."""
+    replaced = {name.rpartition(".")[0] for name in beside}
+    return {name: info for name, info in tensors.items() if name.rpartition(".")[0] not in replaced} | dict(beside)
+
+
+def _check_beside(modules: Mapping[str, StoredModule], tensors: Mapping[str, TensorInfo]) -> None:
+    """Refuse an embedding that is not the quantised form of the dense one: a few rows of both are compared."""
+    stored, original = modules["embed_tokens"], tensors.get("embed_tokens.weight")
+    if not stored.beside or original is None:
+        return
+    ids = torch.arange(0, stored.shape[0], max(1, stored.shape[0] // SAMPLED))
+    dense = original.view()[ids].float()
+    if float((formats.load(stored, copy=False).rows(ids) - dense).norm()) > FARTHEST * float(dense.norm()):
+        raise CheckpointError(
+            f"{original.shard.path.parent / BESIDE} holds the embedding of another checkpoint.",
+            "Remove the file, or run `soloist quantize` again.",
+        )
+
+
 def _visual(stored: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
     found: dict[str, TensorInfo] = {}
     for name, info in stored.items():
@@ -277,11 +299,17 @@ def _find_modules(
 
 
 def open_checkpoint(
-    directory: str | Path, kind: Kind = "target", *, need_tokenizer: bool = True, need_template: bool = True
+    directory: str | Path,
+    kind: Kind = "target",
+    *,
+    need_tokenizer: bool = True,
+    need_template: bool = True,
+    beside: bool = True,
 ) -> Checkpoint:
     """Check a model directory from its headers and return it ready to be read.
 
     `need_tokenizer` and `need_template` apply to targets; commands that never render text pass False.
+    `beside=False` leaves `soloist.safetensors` unread: the checkpoint as every other reader sees it.
     Raises CheckpointError (file and remedy) for anything missing, damaged, misshapen or unsupported.
     """
     directory = Path(directory)
@@ -297,7 +325,8 @@ def open_checkpoint(
                 "Copy chat_template.jinja from the original model's repository.",
             )
     stored = read_directory(directory)
-    tensors = _canonical_tensors(directory, kind, stored)
+    standard = _canonical_tensors(directory, kind, stored)
+    tensors = _prefer(standard, read_beside(directory)) if beside else standard
     notes: list[str] = []
     if isinstance(config, ModelConfig):
         layout = target_layout(config)
@@ -309,7 +338,9 @@ def open_checkpoint(
     quantization = config.quantization or {}
     resolve.check(quantization, directory / "config.json")
     modules = _find_modules(directory, layout, tensors, quantization)
-    found_bits = {name: None if stored.dense else stored.bits for name, stored in modules.items()}
+    if kind == "target":
+        _check_beside(modules, standard)
+    found_bits = {name: None if module.dense else module.bits for name, module in modules.items() if not module.beside}
     notes += resolve.disagreements(quantization, found_bits)
     for name, wanted in layout.tensors.items():
         info = tensors.get(name)

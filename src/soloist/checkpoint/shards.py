@@ -37,6 +37,8 @@ DTYPES: dict[str, torch.dtype] = {
 MAX_HEADER = 100 << 20
 MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)  # named from Python 3.13 on
 INDEX_NAME = "model.safetensors.index.json"
+BESIDE = "soloist.safetensors"
+"""What only Soloist reads: named by no index, so that other readers pass it by."""
 
 
 @dataclass(eq=False)
@@ -155,8 +157,8 @@ def read_directory(directory: Path) -> dict[str, TensorInfo]:
     """Every tensor of a model directory by its stored name.
 
     With `model.safetensors.index.json` the index is authoritative: tensors of a named shard that it does not
-    list are ignored. Without one, all `*.safetensors` files of the directory are read. A tensor that two of
-    the files in use hold is an error either way.
+    list are ignored. Without one, all `*.safetensors` files of the directory are read but `BESIDE`. A tensor that
+    two of the files in use hold is an error either way.
     """
     index = directory / INDEX_NAME
     weight_map: dict[str, str] | None = None
@@ -171,7 +173,7 @@ def read_directory(directory: Path) -> dict[str, TensorInfo]:
         if outside:
             raise CheckpointError(f"{index} points outside the directory: {outside[0]}.", "Use plain file names.")
     else:
-        files = sorted(path.name for path in directory.glob("*.safetensors"))
+        files = sorted(path.name for path in directory.glob("*.safetensors") if path.name != BESIDE)
         if not files:
             raise CheckpointError(
                 f"{directory} has no safetensors weights.", "Point MODEL at a Hugging Face model directory."
@@ -195,3 +197,12 @@ def read_directory(directory: Path) -> dict[str, TensorInfo]:
                 f"Download {file} and {INDEX_NAME} again, from the same revision.",
             )
     return tensors
+
+
+def read_beside(directory: Path) -> dict[str, TensorInfo]:
+    """The tensors of `soloist.safetensors` by their canonical names; none if there is no such file."""
+    path = directory / BESIDE
+    if not path.exists():
+        return {}
+    shard = read_shard(path)
+    return {name: tensor_info(shard, name) for name in shard.header}

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from soloist.checkpoint.shards import DTYPES, INDEX_NAME, TensorInfo
+from soloist.checkpoint.shards import BESIDE, DTYPES, INDEX_NAME, TensorInfo
 from soloist.errors import CapacityError, CheckpointError
 
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -72,6 +72,16 @@ def header_bytes(tensors: Sequence[OutTensor]) -> bytes:
     raw = json.dumps(table, separators=(",", ":")).encode()
     raw += b" " * (-len(raw) % 8)
     return struct.pack("<Q", len(raw)) + raw
+
+
+def index_text(listed: Mapping[str, tuple[str, int]]) -> str:
+    """The index over tensors (name -> file, bytes), without those of `soloist.safetensors`."""
+    named = {name: entry for name, entry in listed.items() if entry[0] != BESIDE}
+    index = {
+        "metadata": {"total_size": sum(nbytes for _, nbytes in named.values())},
+        "weight_map": {name: file for name, (file, _) in named.items()},
+    }
+    return json.dumps(index, indent=1) + "\n"
 
 
 def write_text_atomic(path: Path, text: str) -> None:
@@ -191,10 +201,8 @@ class DirectoryWriter:
                 with (self.partial / file.name).open("rb") as handle:
                     os.fsync(handle.fileno())
         if len(self.files) > 1 or self.files[0].name != "model.safetensors":
-            weight_map = {tensor.name: file.name for file in self.files for tensor in file.tensors}
-            total = sum(tensor.nbytes for file in self.files for tensor in file.tensors)
-            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-            (self.partial / INDEX_NAME).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
+            listed = {tensor.name: (file.name, tensor.nbytes) for file in self.files for tensor in file.tensors}
+            (self.partial / INDEX_NAME).write_text(index_text(listed), encoding="utf-8")
         for path in copies:
             shutil.copyfile(path, self.partial / path.name)
         for name, text in sidecars.items():

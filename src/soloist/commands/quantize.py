@@ -34,12 +34,17 @@ def quantize(
     damping: Annotated[float, typer.Option(help="GPTQ: share of the mean diagonal added to it.", min=0)] = 0.01,
     search: Annotated[bool, typer.Option(help="GPTQ: search each group's scale for the least error.")] = True,
     single_file: Annotated[bool, typer.Option("--single-file", help="Write one model.safetensors.")] = False,
+    compact: Annotated[
+        bool,
+        typer.Option("--compact", help="Replace a quantised embedding's original, which vLLM and transformers need."),
+    ] = False,
     device: Annotated[str, typer.Option(help="Where GPTQ computes: auto, cpu or cuda.")] = "auto",
 ) -> None:
     """Quantise parts of a checkpoint, round to nearest or GPTQ, one layer in memory at a time.
 
-    Parts that are quantised in another format are converted to compressed-tensors without loss. Run the same command
-    again to resume.
+    Parts that are quantised in another format are converted to compressed-tensors without loss. A quantised embedding
+    is written beside the dense one, so that vLLM and transformers load the result too. Run the same command again to
+    resume.
     """
     from soloist.prepare import run_quantize as room
 
@@ -57,6 +62,7 @@ def quantize(
         damping=damping,
         search=search,
         single_file=single_file,
+        compact=compact,
         device=device,
     )
     room.run(request)

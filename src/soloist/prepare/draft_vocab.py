@@ -15,17 +15,16 @@ from pathlib import Path
 
 import torch
 
-from soloist.checkpoint import formats, quant_config
+from soloist.checkpoint import formats
 from soloist.checkpoint.formats import pack_quantized
-from soloist.checkpoint.layout import part_of
-from soloist.checkpoint.reader import DRAFT_HEAD, Checkpoint, open_checkpoint
-from soloist.checkpoint.shards import INDEX_NAME, read_directory
-from soloist.checkpoint.writer import write_file_atomic, write_text_atomic
+from soloist.checkpoint.reader import DRAFT_HEAD, open_checkpoint
+from soloist.checkpoint.shards import BESIDE, INDEX_NAME, read_beside, read_directory
+from soloist.checkpoint.writer import index_text, write_file_atomic, write_text_atomic
 from soloist.errors import CheckpointError, UserError
 from soloist.ops.linear import DenseWeight, QuantizedWeight, Weight
 from soloist.prepare.capture import TOKENS
 
-FILE, LISTED = "model-draft-head.safetensors", "draft_vocab_ids.json"
+LISTED = "draft_vocab_ids.json"
 CONTROL = (
     "<|im_start|>",
     "<|im_end|>",
@@ -131,7 +130,8 @@ def gather(weight: Weight, ids: torch.Tensor) -> Weight:
 def write(directory: Path, ids: torch.Tensor) -> None:
     """Add the draft head and its id list to a checkpoint directory, or replace them.
 
-    The new file comes first, the index that names it last: readers see the old checkpoint or the new one.
+    They go into `soloist.safetensors`, which other readers pass by, in one replacement of that file. A head that the
+    index names (the layout of published recipes, which unchanged vLLM refuses) is struck from it.
     """
     checkpoint = open_checkpoint(directory, need_template=False)
     if not checkpoint.has_mtp:
@@ -142,45 +142,16 @@ def write(directory: Path, ids: torch.Tensor) -> None:
         tensors = {"weight": weight.weight}
     else:
         tensors = pack_quantized.stored_tensors(weight)
+    kept = {name: info for name, info in read_beside(directory).items() if not name.startswith("mtp.draft_")}
     stored = {f"{DRAFT_HEAD}.{suffix}": tensor for suffix, tensor in tensors.items()}
-    index = {name: info.shard.path.name for name, info in read_directory(directory).items()}
-    index = {name: file for name, file in index.items() if not name.startswith("mtp.draft_")}
-    index |= dict.fromkeys((*stored, "mtp.draft_vocab_ids"), FILE)
-    total = sum(
-        info.nbytes for name, info in read_directory(directory).items() if name in index and index[name] != FILE
+    indexed = {
+        name: (info.shard.path.name, info.nbytes)
+        for name, info in read_directory(directory).items()
+        if not name.startswith("mtp.draft_")
+    }
+    # The index before the file it must not name: without one, other readers take every file there is.
+    write_text_atomic(directory / INDEX_NAME, index_text(indexed))
+    write_file_atomic(
+        directory / BESIDE, {**{n: info.view() for n, info in kept.items()}, **stored, "mtp.draft_vocab_ids": ids}
     )
-    total += sum(tensor.nbytes for tensor in stored.values()) + ids.nbytes
-    write_file_atomic(directory / FILE, {**stored, "mtp.draft_vocab_ids": ids})
     write_text_atomic(directory / LISTED, json.dumps(ids.tolist()) + "\n")
-    _update_config(directory, checkpoint, weight)
-    table = {"metadata": {"total_size": total}, "weight_map": index}
-    write_text_atomic(directory / INDEX_NAME, json.dumps(table, indent=1) + "\n")
-
-
-def _update_config(directory: Path, checkpoint: Checkpoint, weight: Weight) -> None:
-    """Let the quantization_config say what form the draft head has, where it says anything."""
-    path = directory / "config.json"
-    config = json.loads(path.read_text(encoding="utf-8"))
-    if (config.get("quantization_config") or {}).get("quant_method") not in (None, "compressed-tensors"):
-        raise CheckpointError(
-            f"{directory} is not in compressed-tensors form.", "Run `soloist quantize` first; it converts without loss."
-        )
-    modules: dict[str, tuple[str, quant_config.Scheme | None, int]] = {}
-    for name, stored in checkpoint.modules.items():
-        if name in ("embed_tokens", DRAFT_HEAD) and stored.dense:
-            continue
-        scheme = None if stored.dense else (stored.bits, stored.group, stored.symmetric)
-        stem = next(iter(stored.tensors.values())).name.rpartition(".")[0]
-        if name != DRAFT_HEAD:
-            modules[stem] = (part_of(name), scheme, stored.shape[1])
-    if "lm_head" not in checkpoint.modules:
-        modules["lm_head"] = ("lm_head", None, 0)
-    packed = isinstance(weight, QuantizedWeight)
-    form = (weight.bits, weight.group, weight.zeros is None) if isinstance(weight, QuantizedWeight) else None
-    modules[DRAFT_HEAD] = ("draft_head", form if packed else None, weight.shape[1])
-    built = quant_config.build(modules)
-    if built is not None:
-        old = config.get("quantization_config") or {}
-        built["ignore"] += [name for name in old.get("ignore", ()) if "visual" in name and name not in built["ignore"]]
-        config["quantization_config"] = built
-        write_text_atomic(path, json.dumps(config, indent=2, ensure_ascii=False) + "\n")

@@ -18,7 +18,7 @@ import torch
 from soloist.checkpoint import formats
 from soloist.checkpoint.formats import pack_quantized
 from soloist.checkpoint.reader import Checkpoint
-from soloist.checkpoint.shards import INDEX_NAME, read_directory
+from soloist.checkpoint.shards import INDEX_NAME, read_beside, read_directory
 from soloist.checkpoint.writer import DirectoryWriter
 from soloist.errors import CheckpointError, SettingError
 from soloist.ops.linear import DenseWeight, QuantizedWeight, Weight
@@ -147,20 +147,23 @@ def quantize(
     out: Path,
     *,
     single_file: bool = False,
+    compact: bool = False,
     gptq: Gptq | None = None,
     plan_note: str = "",
     progress: Progress = silent,
 ) -> list[ModuleReport]:
     """Write `out` from `checkpoint`; the report, one entry per module changed, is also kept in it.
 
+    The indexed files load in vLLM and transformers. A quantised embedding does not, so it goes beside the dense one,
+    into `soloist.safetensors`; with `compact` it replaces the dense one, which no other reader takes.
     `plan_note` names what else the result depends on (the calibration used), so that a partial run with other
     inputs is not resumed. Raises CheckpointError, SettingError or CapacityError; nothing appears at `out` then.
     """
     stored = read_directory(checkpoint.directory)
-    jobs = plan_jobs(checkpoint, parts)
-    files = plan_files(stored, jobs, single_file)
+    jobs = plan_jobs(checkpoint, parts, compact)
+    files = plan_files(stored, read_beside(checkpoint.directory), jobs, single_file)
     config = output_config(checkpoint, jobs, stored)
-    key = json.dumps([checkpoint.fingerprint(), [(job.module, str(job.recipe)) for job in jobs], plan_note])
+    key = json.dumps([checkpoint.fingerprint(), [(job.module, str(job.recipe), job.beside) for job in jobs], plan_note])
     writer = DirectoryWriter(out, files, key)
     writer.open()
     _follow_result(gptq, jobs, writer)

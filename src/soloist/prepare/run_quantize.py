@@ -37,6 +37,7 @@ class Request:
     damping: float
     search: bool
     single_file: bool
+    compact: bool
     device: str
 
 
@@ -58,6 +59,7 @@ def run(request: Request) -> None:
             parts,
             request.out,
             single_file=request.single_file,
+            compact=request.compact,
             gptq=gptq,
             plan_note=note,
             progress=shown,

@@ -25,7 +25,7 @@ def dense_copy(directory: Path, cache: Path | None = None) -> Path:
 
     from soloist.checkpoint.reader import open_checkpoint
 
-    opened = open_checkpoint(directory)
+    opened = open_checkpoint(directory, beside=False)
     size = 2 * sum(row.parameters for row in opened.summary())
     if size > LARGEST:
         raise CapacityError(

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from soloist.checkpoint.formats import awq, gptq, pack_quantized
-from soloist.checkpoint.shards import TensorInfo
+from soloist.checkpoint.shards import BESIDE, TensorInfo
 from soloist.errors import CheckpointError
 from soloist.ops.linear import DenseWeight, QuantizedWeight, Weight
 
@@ -50,6 +50,11 @@ class StoredModule:
     def fused(self) -> bool:
         """True if the file stores this module inside a larger matrix."""
         return self.rows is not None
+
+    @property
+    def beside(self) -> bool:
+        """True if it comes from the file that only Soloist reads."""
+        return next(iter(self.tensors.values())).shard.path.name == BESIDE
 
     @property
     def scale_dtype(self) -> torch.dtype:
