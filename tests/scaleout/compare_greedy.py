@@ -1,15 +1,18 @@
 """Greedy text and MTP acceptance of Soloist and vLLM on one checkpoint, written as JSON.
 
-    python tests/scaleout/compare_greedy.py CHECKPOINT --vllm PYTHON --out benchmarks/peers/vllm-greedy.json
+    PYTHONPATH=src:tests python tests/scaleout/compare_greedy.py CHECKPOINT --vllm PYTHON \\
+        --out benchmarks/peers/vllm-greedy.json
 
-Both run in bfloat16 on token ids, so that neither template nor tokenizer matters. Where the texts part, the
-log-probabilities of both engines at that place say whether it was a near-tie. Acceptance is compared on text that both
-produce, so each draft is judged against the same tokens.
+Both run in bfloat16 (vLLM's recurrence on a CPU knows nothing else) on token ids, so that neither template nor
+tokenizer matters. Where the texts part, the log-probabilities of both engines at that place say whether it was a
+near-tie. Acceptance is compared on text that both produce, so each draft is judged against the same tokens: over all
+steps, and over the steps that begin at the same token in both, where a difference is the drafts' own.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import queue
@@ -22,7 +25,6 @@ from typing import Any
 TOKENS = 200
 DRAFTS = 4
 NEAR = 0.1  # nats between the two candidates, the tolerance for bfloat16
-MORE = ("Hello, who are you?", "Write a short story about a fox.")
 
 VLLM = """
 import json, sys
@@ -55,14 +57,21 @@ def vllm(python: str, model: str, prompts: list[list[int]], tokens: list[int], d
     """Answers of vLLM in its own interpreter: ids, log-probabilities, tokens emitted by each step."""
     asked = json.dumps({"model": model, "prompts": prompts, "tokens": tokens, "drafts": drafts})
     env = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    env.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder) / "greedy.py"
         script.write_text(VLLM)
-        done = subprocess.run([python, str(script)], input=asked, capture_output=True, text=True, env=env, timeout=1800)
+        done = subprocess.run([python, str(script)], input=asked, capture_output=True, text=True, env=env, timeout=7200)
     line = next((x for x in done.stdout.splitlines() if "RESULT" in x), None)
     if line is None:
         sys.exit(done.stderr[-3000:])
     return json.loads(line.split("RESULT", 1)[1])
+
+
+def distribution(python: str, name: str) -> str:
+    """A package's version in another interpreter."""
+    code = f"from importlib.metadata import version; print(version({name!r}))"
+    return subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
 
 
 def ours(model: str, prompts: list[list[int]], tokens: list[int], spec: str) -> list[dict[str, Any]]:
@@ -123,6 +132,28 @@ def shares(emitted: list[list[int]]) -> list[float]:
     return [sum(a >= j for a in steps) / max(1, len(steps)) for j in range(1, DRAFTS + 1)]
 
 
+def accepted_at(emitted: list[int]) -> dict[int, int]:
+    """Accepted drafts by the token a step begins at, counted from the answer's first; as in `shares`."""
+    starts = itertools.accumulate(emitted)
+    return {at: n - 1 for at, n in zip(starts, emitted[1:-1], strict=False)}
+
+
+def same_anchors(ours: list[list[int]], theirs: list[list[int]]) -> dict[str, Any]:
+    """Acceptance over the steps that begin at the same token of the same text in both engines."""
+    pairs = [
+        (a[at], b[at])
+        for a, b in zip(map(accepted_at, ours), map(accepted_at, theirs), strict=True)
+        for at in sorted(a.keys() & b.keys())
+    ]
+    share = [[sum(p[side] >= j for p in pairs) / max(1, len(pairs)) for j in range(1, DRAFTS + 1)] for side in (0, 1)]
+    return {"steps": len(pairs), "equal": sum(a == b for a, b in pairs), "ours": share[0], "vllm": share[1]}
+
+
+def points(acceptance: dict[str, Any]) -> float:
+    """The largest difference at any position, in percentage points."""
+    return round(100 * max(abs(a - b) for a, b in zip(acceptance["ours"], acceptance["vllm"], strict=True)), 2)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model")
@@ -130,15 +161,18 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
 
+    from drafting.prompts import prompts as every_kind
+    from soloist.bench.machine import machine, versions
     from soloist.bench.promptset import chat_prompts
     from soloist.server.template import ChatTemplate
     from soloist.server.tokenizer import Tokenizer
 
     directory = Path(args.model)
     tokenizer, template = Tokenizer.load(directory), ChatTemplate.load(directory)
-    texts = [p.text for p in chat_prompts()] + list(MORE)
+    texts = [p.text for p in chat_prompts()]
     asked = {"add_generation_prompt": True, "tools": None, "enable_thinking": False}
     prompts = [tokenizer.encode(template.render([{"role": "user", "content": t}], asked)) for t in texts]
+    prompts += every_kind()
     tokens = [TOKENS] * len(prompts)
     theirs = vllm(args.vllm, args.model, prompts, tokens, 0)
     plain = ours(args.model, prompts, tokens, "none")
@@ -151,13 +185,20 @@ def main() -> None:
     mine = ours(args.model, [prompts[i] for i in kept], [common[i] for i in kept], "mtp")
     pairs = [(a, b) for a, b in zip(mine, drafted, strict=True) if a["ids"] == b["ids"]]
     emitted = [[a["emitted"] for a, _ in pairs], [b["emitted"] for _, b in pairs]]
+    everywhere = {"ours": shares(emitted[0]), "vllm": shares(emitted[1])}
+    anchored = same_anchors(*emitted)
     report = {
         "model": directory.name,
+        "command": " ".join(["tests/scaleout/compare_greedy.py", directory.name, "--vllm PYTHON"]),
+        "machine": machine(),
+        "versions": versions() | {"vllm-cpu": distribution(args.vllm, "vllm-cpu")},
+        "prompts": len(prompts),
         "tokens_asked": TOKENS,
         "equal_tokens": common,
         "partings": partings,
         "drafted_texts_equal": [a["ids"] == b["ids"] for a, b in zip(mine, drafted, strict=True)],
-        "acceptance": {"ours": shares(emitted[0]), "vllm": shares(emitted[1])},
+        "acceptance": everywhere | {"largest_difference_points": points(everywhere)},
+        "acceptance_at_the_same_token": anchored | {"largest_difference_points": points(anchored)},
         "steps": {"ours": sum(map(len, emitted[0])), "vllm": sum(map(len, emitted[1]))},
         "texts_with_equal_steps": [x == y for x, y in zip(*emitted, strict=True)],
     }
