@@ -1,6 +1,6 @@
 """LangChain's OpenAI chat model and litellm: a tool loop, a structured answer, a streamed thinking answer.
 
-Skipped where they are not installed: `pip install langchain-openai litellm`.
+Skipped where they are not installed: `pip install 'soloist[clients]'`.
 """
 
 from __future__ import annotations
@@ -78,10 +78,22 @@ class TestLangChain:
         bound = llm.with_structured_output(Place, method=method)
         assert bound.invoke("JSON please") == Place(city="Brno", days=3)
 
-    def test_streamed_answer(self, llm):
+    def test_streamed_thinking_answer(self, llm):
+        """Chat Completions: the class drops fields that OpenAI's API lacks; the answer itself must be clean of thinking."""
         chunks = list(llm.stream("Hello", stream_usage=True))
         assert "".join(c.content for c in chunks) == "A plain answer."
-        assert chunks[-1].usage_metadata or any(c.usage_metadata for c in chunks)
+        usage = next(c.usage_metadata for c in chunks if c.usage_metadata)
+        assert usage["output_token_details"]["reasoning"] > 0
+
+    def test_streamed_thinking_answer_over_responses(self, llm):
+        reasoning = {"effort": "medium", "summary": "auto"}
+        over = llm.model_copy(update={"reasoning": reasoning, "output_version": "responses/v1"})
+        text, thought = "", ""
+        for chunk in over.stream("Hello"):
+            for block in chunk.content_blocks:
+                text += block.get("text", "")
+                thought += block.get("reasoning", "")
+        assert (thought, text) == ("Let me think.", "A plain answer.")
 
 
 class TestLitellm:

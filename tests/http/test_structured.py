@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import re
-from typing import Any
 
 import httpx
 import openai
@@ -14,6 +13,7 @@ from pydantic import BaseModel
 
 from fakes import FakeEngine
 from live import serving
+from random_schemas import random_schema, violation
 
 ASK = [{"role": "user", "content": "x"}]
 OFF = {"enable_thinking": False}
@@ -115,58 +115,6 @@ def test_what_cannot_be_enforced_is_refused_by_name(say_once, fields):
         assert reply.status_code == 400 and reply.json()["error"]["param"] in fields
 
 
-def random_schema(rng: random.Random, depth: int = 0) -> dict[str, Any]:
-    kinds = ["string", "integer", "number", "boolean", "null", "enum", "const"]
-    kind = rng.choice(kinds if depth > 2 else [*kinds, "object", "object", "array", "anyOf"])
-    if kind == "object":
-        names = rng.sample(["a", "b", "name", "ünï", "x y", 'q"'], rng.randint(1, 4))
-        properties = {name: random_schema(rng, depth + 1) for name in names}
-        required = [n for n in names if rng.random() < 0.6]
-        return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
-    if kind == "array":
-        return {"type": "array", "items": random_schema(rng, depth + 1), "maxItems": rng.randint(1, 3)}
-    if kind == "anyOf":
-        return {"anyOf": [random_schema(rng, depth + 1) for _ in range(2)]}
-    if kind == "enum":
-        return {"enum": rng.sample(["a", "b", 1, 2.5, None, True], 2)}
-    if kind == "const":
-        return {"const": rng.choice(["k", 7])}
-    return {"type": kind, **({"maxLength": rng.randint(1, 9)} if kind == "string" else {})}
-
-
-def fits(value: Any, schema: dict[str, Any]) -> bool:
-    """Does a value satisfy one of `random_schema`'s schemas? (bool is no integer.)"""
-    if "anyOf" in schema:
-        return any(fits(value, s) for s in schema["anyOf"])
-    if "enum" in schema:
-        return any(value == e and type(value) is type(e) for e in schema["enum"])
-    if "const" in schema:
-        return value == schema["const"]
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    match schema["type"]:
-        case "object":
-            return (
-                isinstance(value, dict)
-                and set(schema["required"]) <= set(value) <= set(schema["properties"])
-                and all(fits(v, schema["properties"][k]) for k, v in value.items())
-            )
-        case "array":
-            return (
-                isinstance(value, list)
-                and len(value) <= schema["maxItems"]
-                and all(fits(v, schema["items"]) for v in value)
-            )
-        case "string":
-            return isinstance(value, str) and len(value) <= schema["maxLength"]
-        case "integer":
-            return number and float(value).is_integer()
-        case "number":
-            return number
-        case "boolean":
-            return isinstance(value, bool)
-    return value is None
-
-
 def check_schemas(live, count: int, seed: int) -> int:
     """Every answer fits its schema or was cut by the limit; returns how many came to their end."""
     rng = random.Random(seed)
@@ -175,10 +123,12 @@ def check_schemas(live, count: int, seed: int) -> int:
         schema = random_schema(rng)
         fmt = {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}
         reply = chat(live, response_format=fmt, max_tokens=150, temperature=1.0, seed=rng.randrange(1000))
+        assert reply.status_code == 200, (schema, reply.text)
         choice = reply.json()["choices"][0]
+        assert choice["finish_reason"] in ("stop", "length")
         if choice["finish_reason"] == "stop":
             ended += 1
-            assert fits(json.loads(text(reply)), schema), (schema, text(reply))
+            assert violation(json.loads(text(reply)), schema) is None, (schema, text(reply))
     return ended
 
 
@@ -192,11 +142,12 @@ def test_random_schemas(tokenizer, template):
 
 
 @pytest.mark.slow
-def test_500_random_schemas_on_the_demo_with_drafts(tokenizer, template):
+def test_random_schemas_on_the_demo_with_drafts(tokenizer, template):
+    """A sample; `python -m tools.robustness schemas` asks 500 and says what the masks cost."""
     from soloist.engine.build import build_engine
     from soloist.settings import resolve
 
     engine = build_engine(resolve({"model": "demo", "max_len": "4096"}, {}, {}))
     with serving(engine, tokenizer, template) as live:
-        assert check_schemas(live, 500, seed=3) > 100
+        assert check_schemas(live, 60, seed=3) > 30
     engine.close()

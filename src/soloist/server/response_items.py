@@ -12,12 +12,24 @@ from soloist.server.parsers.parts import CallArguments, CallEnd, CallStart, Cont
 Event = tuple[str, dict[str, Any]]
 
 
-class Items:
-    """Parts in, events out; `done` holds the finished items. At most one item is open."""
+_NAMES = {  # item type -> (stem of its text events, stem of its part events)
+    "message": ("output_text", "content_part"),
+    "reasoning": ("reasoning_text", "content_part"),
+    "summary": ("reasoning_summary_text", "reasoning_summary_part"),
+}
 
-    def __init__(self, run: ChatRun) -> None:
+
+class Items:
+    """Parts in, events out; `done` holds the finished items. At most one item is open.
+
+    `summary` True tells of the thinking as its item's summary instead of as its content: a client that asked for a
+    summary shows that and nothing else.
+    """
+
+    def __init__(self, run: ChatRun, summary: bool = False) -> None:
         self.done: list[dict[str, Any]] = []
         self._run = run
+        self._summary = summary
         self._item: dict[str, Any] | None = None
         self._text = ""
         self._logprobs: list[dict[str, Any]] = []
@@ -39,13 +51,14 @@ class Items:
             done = {"item_id": item["id"], "output_index": len(self.done), "arguments": self._text}
             events.append(("response.function_call_arguments.done", {**done, "name": item["name"]}))
         else:
-            kind = "reasoning_text" if item["type"] == "reasoning" else "output_text"
-            part = self._content_part(kind, self._text)
+            form = self._form(item)
+            text_event, part_event = _NAMES[form]
+            part = self._content_part(form, self._text)
             where = self._where(item)
-            extra = {"logprobs": part["logprobs"]} if kind == "output_text" else {}
-            events.append((f"response.{kind}.done", {**where, "text": self._text, **extra}))
-            events.append(("response.content_part.done", {**where, "part": part}))
-            item["content"] = [part]
+            extra = {"logprobs": part["logprobs"]} if form == "message" else {}
+            events.append((f"response.{text_event}.done", {**where, "text": self._text, **extra}))
+            events.append((f"response.{part_event}.done", {**where, "part": part}))
+            item["summary" if form == "summary" else "content"] = [part]
         events.append(("response.output_item.done", {"output_index": len(self.done), "item": item}))
         self.done.append(item)
         return events
@@ -71,9 +84,9 @@ class Items:
     def _part(self, part: Part) -> list[Event]:
         match part:
             case Reasoning(text):
-                return [*self._open("reasoning"), self._delta("reasoning_text", text)]
+                return [*self._open("reasoning"), self._delta(text)]
             case Content(text):
-                return [*self._open("message"), self._delta("output_text", text)]
+                return [*self._open("message"), self._delta(text)]
             case CallStart(_, name):
                 return [*self.close(), *self._open("function_call", name)]
             case CallArguments(_, text):
@@ -100,26 +113,32 @@ class Items:
         self._item = item
         events.append(("response.output_item.added", {"output_index": len(self.done), "item": dict(item)}))
         if kind != "function_call":
-            part = self._content_part("reasoning_text" if kind == "reasoning" else "output_text", "")
-            events.append(("response.content_part.added", {**self._where(item), "part": part}))
+            form = self._form(item)
+            where = {**self._where(item), "part": self._content_part(form, "")}
+            events.append((f"response.{_NAMES[form][1]}.added", where))
         return events
 
-    def _delta(self, kind: str, text: str) -> Event:
+    def _form(self, item: dict[str, Any]) -> str:
+        return "summary" if self._summary and item["type"] == "reasoning" else str(item["type"])
+
+    def _delta(self, text: str) -> Event:
         assert self._item is not None
         self._text += text
+        form = self._form(self._item)
         fields = {**self._where(self._item), "delta": text}
-        if kind == "output_text":
+        if form == "message":
             fields["logprobs"], self._logprobs = self._logprobs, []
-        return f"response.{kind}.delta", fields
+        return f"response.{_NAMES[form][0]}.delta", fields
 
-    def _content_part(self, kind: str, text: str) -> dict[str, Any]:
-        if kind == "reasoning_text":
-            return {"type": kind, "text": text}
+    def _content_part(self, form: str, text: str) -> dict[str, Any]:
+        if form != "message":
+            return {"type": "summary_text" if form == "summary" else "reasoning_text", "text": text}
         logprobs = self._run.choices[0].logprobs if text else []
-        return {"type": kind, "text": text, "annotations": [], "logprobs": list(logprobs)}
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(logprobs)}
 
     def _where(self, item: dict[str, Any]) -> dict[str, Any]:
-        return {"item_id": item["id"], "output_index": len(self.done), "content_index": 0}
+        index = "summary_index" if self._form(item) == "summary" else "content_index"
+        return {"item_id": item["id"], "output_index": len(self.done), index: 0}
 
     def _cut(self) -> bool:
         finish = self._run.choices[0].finish

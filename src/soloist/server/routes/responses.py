@@ -90,6 +90,7 @@ class ResponseReply:
         self._created = int(time.time())
         self._sequence = -1
         self._run: ChatRun | None = None
+        self._summarised = (body.reasoning or {}).get("summary") is not None
         self.observer = Observer(service.meters, service.live, "responses", self._id)
 
     def begin(self, run: ChatRun) -> None:
@@ -103,7 +104,7 @@ class ResponseReply:
             self._run.close()
 
     async def whole(self, run: ChatRun) -> dict[str, Any]:
-        items = Items(run)
+        items = Items(run, self._summarised)
         async for update in run.updates():
             items.add(update)
         items.close()
@@ -111,7 +112,7 @@ class ResponseReply:
 
     async def stream(self, run: ChatRun) -> AsyncIterator[bytes]:
         """Events in OpenAI's order; an error becomes `response.failed`."""
-        items = Items(run)
+        items = Items(run, self._summarised)
         try:
             opening = self._object(run, "in_progress", [])
             yield self._event("response.created", {"response": opening})
