@@ -17,10 +17,11 @@ from transformers.generation.logits_process import (
 
 from sampling.tiny import dense_law
 from soloist.errors import EngineError
+from soloist.ops.top import row_heads
 from soloist.sampling.history import History
 from soloist.sampling.params import SamplingParams
 from soloist.sampling.processors import TargetLaw, greedy_token, processed, target_law
-from soloist.sampling.rows import LogitRows
+from soloist.sampling.rows import BEST, LogitRows
 
 V = 1500
 
@@ -196,12 +197,9 @@ def test_raw_rows_are_never_written() -> None:
     assert torch.equal(rows, before)
 
 
-class Remote(LogitRows):
-    """Rows read as from an accelerator, on the host."""
-
-    def __init__(self, logits: torch.Tensor) -> None:
-        super().__init__(logits)
-        self.remote = True
+def remote(rows: torch.Tensor, untouchable: bool = False) -> LogitRows:
+    """Rows as a card hands them over: with their best entries (`untouchable`: and nothing else)."""
+    return LogitRows(torch.full_like(rows, math.nan) if untouchable else rows, row_heads(rows, BEST))
 
 
 def test_rows_of_an_accelerator_give_the_same_laws() -> None:
@@ -213,21 +211,45 @@ def test_rows_of_an_accelerator_give_the_same_laws() -> None:
             torch.bfloat16 if case % 3 == 0 else torch.float32
         )
         params = SamplingParams(
-            top_k=int(rng.choice([1, 2, 20, 64])),
-            top_p=float(rng.choice([1.0, 0.9])),
+            top_k=int(rng.choice([0, 1, 2, 20, 64])),
+            top_p=float(rng.choice([1.0, 0.9, 0.5])),
             min_p=float(rng.choice([0.0, 0.1])),
-            temperature=float(rng.choice([1.0, 0.7, 1e-44])),
+            temperature=float(rng.choice([1.0, 0.7, 1.3, 1e-44])),
         )
         history, greedy = History(params, [], 700), History(SamplingParams(temperature=0.0), [], 700)
-        here, there = LogitRows(rows), Remote(rows)
+        here, there = LogitRows(rows), remote(rows)
         for index in range(4):
             a, b = target_law(here, index, history), target_law(there, index, history)
             assert np.array_equal(a.ids, b.ids)
             assert np.array_equal(a.scores.view(np.int32), b.scores.view(np.int32))
             assert greedy_token(here, index, greedy) == greedy_token(there, index, greedy)
     rows[1, 3] = math.nan
-    for read in (LogitRows, Remote):
+    for read in (LogitRows, remote):
         with pytest.raises(EngineError, match="row 1"):
             target_law(read(rows), 1, history)
         with pytest.raises(EngineError, match="row 1"):
             greedy_token(read(rows), 1, greedy)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(top_k=20, top_p=0.95, temperature=0.6),
+        SamplingParams(top_k=64),
+        SamplingParams(min_p=0.05, temperature=1.5),
+        SamplingParams(top_p=0.95),
+        SamplingParams(top_p=0.8, temperature=0.7),
+        SamplingParams(temperature=0.0),
+    ],
+    ids=["top-k", "top-k at the edge", "min-p", "top-p", "top-p and a temperature", "greedy"],
+)
+def test_the_best_entries_suffice_for_rows_of_a_language_model(params: SamplingParams) -> None:
+    """Peaked rows of a large vocabulary: no option here needs the row itself."""
+    rng = np.random.default_rng(9)
+    x = rng.standard_normal((8, 50000)).astype(np.float32)
+    x[:, :40] += np.linspace(20, 10, 40, dtype=np.float32)
+    rows, history = torch.from_numpy(x), History(params, [], 50000)
+    for index in range(8):
+        a = target_law(LogitRows(rows), index, history)
+        b = target_law(remote(rows, untouchable=True), index, history)
+        assert np.array_equal(a.ids, b.ids) and np.array_equal(a.scores.view(np.int32), b.scores.view(np.int32))

@@ -160,10 +160,12 @@ def step_calls(
     hidden: int, ffn: int, heads: int, kv: int, dim: int, rope: int, hk: int, hv: int, dk: int, state: torch.dtype
 ) -> dict[str, Callable[[], object]]:
     """The Triton launches of a verify step at one shape, on empty CPU tensors of 16-bit activations."""
+    from soloist.ops import top
     from soloist.ops.triton import attention, delta, delta_prefill, prefill, rows
     from soloist.ops.triton.conv import causal_conv
     from soloist.ops.triton.dense import DenseProduct
     from soloist.ops.triton.norms import norm
+    from soloist.ops.triton.top import RowTop
     from soloist.ops.triton.wide import wide
 
     t, r, pages, taps = 16, 2, 8, 4
@@ -224,6 +226,7 @@ def step_calls(
         "norm": lambda: norm(half(t, heads, dim), full(heads, dim), 1e-6, gate=half(t, heads, dim)),
         "causal_conv": lambda: causal_conv(u[:, :channels], half(taps - 1, channels), full(taps, channels)),
         "dense": lambda: DenseProduct(half(2 * hv, hidden))(half(t, hidden)),
+        "top": lambda: RowTop(t, 248320, 128, torch.device("cpu"))(half(t, 248320), index(t, top.width(128))),
         "wide": lambda: wide(half(t, hidden), half(ffn, hidden), None, half(t, ffn)),
     }  # fmt: skip
 

@@ -20,15 +20,17 @@ import numpy as np
 import torch
 
 from soloist.errors import EngineError
+from soloist.ops.top import Heads
 from soloist.sampling.history import History
+from soloist.sampling.params import SamplingParams
 from soloist.sampling.rng import GUMBEL_MAX, GUMBEL_MIN, Noise, perturbed_argmax
 from soloist.sampling.rows import LogitRows
 
 # Top-p without top-k looks at this many best tokens before it sorts the whole row.
 _SORT_FIRST = 512
 
-# Up to this top-k only the best entries of a row are fetched from an accelerator.
-_HEAD = 64
+# How far a sum over a row in fp32 may be from the exact one, with room to spare; closer calls look at the row.
+_SLACK = 1e-4
 
 
 @dataclass(frozen=True)
@@ -172,8 +174,8 @@ def target_law(rows: LogitRows, index: int, history: History) -> TargetLaw:
     p = history.params
     if p.greedy:
         return TargetLaw.point(greedy_token(rows, index, history))
-    if rows.remote and history.plain and 0 < p.top_k <= min(_HEAD, rows.width // 2):
-        law = _law_of_head(rows, index, history)
+    if rows.heads is not None and history.plain:
+        law = _law_of_head(rows.heads, index, p)
         if law is not None:
             return law
     x = processed(rows, index, history)
@@ -182,17 +184,48 @@ def target_law(rows: LogitRows, index: int, history: History) -> TargetLaw:
     return truncated(None, x, p.temperature, p.top_k, p.top_p, p.min_p)
 
 
-def _law_of_head(rows: LogitRows, index: int, history: History) -> TargetLaw | None:
-    """`target_law` from the best 2 * top_k entries, or None if ties at the k-th value may reach beyond them."""
-    p = history.params
-    ids, logits = rows.head(index, 2 * p.top_k)
-    check_finite(float(logits.max()), index)
+def _law_of_head(heads: Heads, index: int, p: SamplingParams) -> TargetLaw | None:
+    """`target_law` of a plain row from its best entries, the same bits; None where they do not settle it."""
+    check_finite(float(heads.best[index]), index)
+    ids, logits = heads.ids[index], heads.values[index]
+    if ids[-1] < 0:  # a vocabulary smaller than the head
+        ids, logits = ids[ids >= 0], logits[ids >= 0]
     with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
         scaled = logits / np.float32(p.temperature)
-    # Written so that a NaN (a temperature that overflows) also goes the long way.
-    if not scaled.min() < _kth_largest(scaled, p.top_k):
+    least, best = scaled.min(), scaled.max()
+    if not math.isfinite(best):
         return None
-    return truncated(ids, logits, p.temperature, p.top_k, p.top_p, p.min_p)
+    floor = np.float32(-np.inf)
+    if p.min_p > 0:
+        floor = np.float32(best + math.log(p.min_p))
+    if 0 < p.top_k < len(ids):
+        floor = max(floor, _kth_largest(scaled, p.top_k))
+    # Nothing outside the head is better than its least entry. Written so that a NaN goes the long way.
+    if floor > least:
+        return truncated(ids, logits, p.temperature, p.top_k, p.top_p, p.min_p)
+    if p.min_p > 0 or p.top_k > 0 or p.top_p >= 1.0 or p.temperature > 1.0:
+        return None
+    return _nucleus_of_head(TargetLaw(ids, (scaled - best).astype(np.float32)), logits, float(heads.total[index]), p)
+
+
+def _nucleus_of_head(law: TargetLaw, logits: np.ndarray, total: float, p: SamplingParams) -> TargetLaw | None:
+    """Step 9 where only the row's best entries are at hand: `law` before normalising, `total` the sum of
+    exp(logit - best) over the whole row. None unless the nucleus ends inside, whatever the rest of the row is."""
+    weights = np.exp(law.scores.astype(np.float64))
+    raw = (logits - logits.max()).astype(np.float64)
+    outside = max(0.0, total * (1 + _SLACK) - float(np.exp(raw).sum()))
+    # A temperature below 1 shrinks what lies outside at least as much as it shrinks the least entry inside.
+    most = float(weights.sum()) + outside * math.exp(float(raw.min()) * (1.0 / p.temperature - 1.0))
+    order = (-law.scores).argsort(kind="stable")
+    mass = weights[order].cumsum()
+    end = int(mass.searchsorted(p.top_p * most * (1 + _SLACK)))
+    least = float(weights.sum()) if p.temperature < 1.0 else max(float(weights.sum()), total * (1 - _SLACK))
+    if end >= len(mass) or (end > 0 and mass[end - 1] >= p.top_p * least * (1 - _SLACK)):
+        return None
+    kept = np.sort(order[: 1 + end])
+    if not law.scores[kept].min() > law.scores.min():
+        return None  # equal entries outside might come before the last of these
+    return TargetLaw(law.ids[kept], law.scores[kept])
 
 
 def truncated(

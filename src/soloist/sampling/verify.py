@@ -27,6 +27,7 @@ import torch
 
 from soloist.drafting.proposal import Law, Proposal
 from soloist.errors import EngineError
+from soloist.ops.top import Heads
 from soloist.sampling.history import History
 from soloist.sampling.processors import TargetLaw, greedy_token, target_law
 from soloist.sampling.rng import Noise, Stream
@@ -69,6 +70,7 @@ def verify(
     seed: int,
     mode: Mode,
     limit: int | None = None,
+    heads: Heads | None = None,
 ) -> Verdict:
     """Walk one request's verify step.
 
@@ -77,6 +79,7 @@ def verify(
     seed     64-bit seed of the sequence; unused by greedy
     mode     "coupled" or "rejection" for sampling; a request with temperature 0 is greedy whatever it says
     limit    emit at most this many tokens (what `max_tokens` leaves)
+    heads    the best entries of the same rows, where a card brought them along
 
     The walk also ends with a stop id. Raises EngineError for a non-finite row, a row without any allowed token, or a
     law that gives its own draft no mass.
@@ -88,7 +91,7 @@ def verify(
     elif mode == "greedy":
         raise EngineError("Greedy verification of a request whose temperature is above 0.")
     children = proposal.children()
-    logits = LogitRows(rows)
+    logits = LogitRows(rows, heads)
     stops = history.params.stop_ids
     verdict = Verdict()
     row, depth = 0, history.depth
