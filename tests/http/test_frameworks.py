@@ -79,7 +79,7 @@ class TestLangChain:
         assert bound.invoke("JSON please") == Place(city="Brno", days=3)
 
     def test_streamed_thinking_answer(self, llm):
-        """Chat Completions: the class drops fields that OpenAI's API lacks; the answer itself must be clean of thinking."""
+        """The class drops fields that OpenAI's Chat API lacks; the answer must be clean of thinking."""
         chunks = list(llm.stream("Hello", stream_usage=True))
         assert "".join(c.content for c in chunks) == "A plain answer."
         usage = next(c.usage_metadata for c in chunks if c.usage_metadata)
