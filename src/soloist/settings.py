@@ -61,6 +61,12 @@ class Settings:
     force_usage: bool = knob(False, "Send usage at the end of every stream, asked for or not.", group="Server")
     cors_origins: tuple[str, ...] = knob(("*",), "Web origins that may call the server; *: any.", group="Server")
     drain_s: int = knob(30, "Seconds running answers may go on after SIGTERM.", group="Server", low=0)
+    idle_release_min: float = knob(
+        0.0,
+        "Minutes without a request after which the card is given back until the next one; 0: never.",
+        group="Server",
+        low=0,
+    )
     log_level: Literal["debug", "info", "warning", "error"] = knob("info", "What the server logs.", group="Server")
 
     max_seqs: int = knob(8, "Requests decoded at the same time.", group="Scheduling", low=1, high=256)
@@ -166,6 +172,18 @@ class Settings:
     def given(self, name: str) -> bool:
         """True when the user set this knob, whatever its value."""
         return self.origins.get(name, "default") != "default"
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Where a client on this machine reaches the server that these settings describe."""
+        everywhere = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
+        return everywhere.get(self.host, self.host), self.port
+
+    @property
+    def url(self) -> str:
+        """`address` as a base URL, without /v1."""
+        host, port = self.address
+        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 KNOBS: Mapping[str, Knob] = MappingProxyType(table(Settings))

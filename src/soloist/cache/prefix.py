@@ -312,6 +312,21 @@ class PrefixCache:
                 heapq.heappush(heap, (rank[parent].best, -parent.length, i, parent))
         return self._release(victims, rank, keep)
 
+    def vacate(self) -> None:
+        """Give up the pool: every page moves to host memory, stays on disk, or is forgotten where neither has room.
+
+        Nobody else may hold pages. A share at a time, so that the host budget goes to what is worth most.
+        """
+        while self.allocator.used and self.evict(1):
+            pass
+        self.storage = None
+
+    def rebind(self, allocator: PageAllocator, storage: PageStorage) -> None:
+        """Go on over another pool of the same format, after `vacate`. ValueError when the pages are of another size."""
+        if storage.page_nbytes() != self._page_bytes or self._span % allocator.group or self.owned_pages():
+            raise ValueError("the cache does not fit this pool")
+        self.allocator, self.storage = allocator, storage
+
     def _rank(self) -> dict[Node, Standing]:
         return standings(self._roots.values(), self.cost, self._page_bytes / PAGE)
 

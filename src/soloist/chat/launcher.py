@@ -24,21 +24,10 @@ STOP_SECONDS = 5.0
 POLL_SECONDS = 0.02
 
 
-def address(settings: Settings) -> tuple[str, int]:
-    """Where a client on this machine reaches the server that these settings describe."""
-    wildcard = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
-    return wildcard.get(settings.host, settings.host), settings.port
-
-
-def url(settings: Settings) -> str:
-    host, port = address(settings)
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
 def listening(settings: Settings) -> bool:
     """True when something accepts connections at the server's address."""
     try:
-        with socket.create_connection(address(settings), timeout=1):
+        with socket.create_connection(settings.address, timeout=1):
             return True
     except OSError:
         return False

@@ -43,7 +43,7 @@ def _server(settings: Settings, url: str | None, may_start: bool) -> Iterator[st
     if url is not None:
         yield url
         return
-    target = launcher.url(settings)
+    target = settings.url
     if launcher.listening(settings):
         _mention_unused(settings, target)
         yield target

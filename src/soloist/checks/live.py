@@ -21,9 +21,7 @@ def url(subject: Subject) -> str:
     """The server to look at: --url, or the one on HOST and PORT."""
     if subject.server_url:
         return subject.server_url.rstrip("/").removesuffix("/v1")
-    host = subject.settings.host
-    host = "127.0.0.1" if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
-    return f"http://{host}:{subject.settings.port}"
+    return subject.settings.url
 
 
 def fetch(subject: Subject, path: str) -> tuple[int, str]:

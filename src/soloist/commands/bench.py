@@ -52,9 +52,8 @@ def _options(
     from soloist.bench.console import Options
 
     settings = from_process()
-    host = "127.0.0.1" if settings.host in ("0.0.0.0", "::") else settings.host
     return Options(
-        url=url or f"http://{host}:{settings.port}",
+        url=url or settings.url,
         model=model,
         key=key or (settings.api_key[0] if settings.api_key else None),
         out=out,

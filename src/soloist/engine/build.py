@@ -21,6 +21,7 @@ from soloist.engine.caching import build_reuse
 from soloist.engine.capacity import SHORT, choices, size_pool
 from soloist.engine.drafters import build_speculation, tap_layers
 from soloist.engine.engine import Engine
+from soloist.engine.kept import Kept
 from soloist.engine.memory import Memory
 from soloist.engine.selfcheck import MEANING, ROWS, cached_check, check_contracts, check_products
 from soloist.engine.vision import build_tower
@@ -52,26 +53,32 @@ def model_directory(name: str) -> Path:
     return Path(name).expanduser()
 
 
-def build_engine(settings: Settings, progress: Progress | None = None, keep_sessions: bool = False) -> Engine:
+def build_engine(
+    settings: Settings, progress: Progress | None = None, keep_sessions: bool = False, kept: Kept | None = None
+) -> Engine:
     """Open, load and start. `progress(what, done, total)` follows the loading; raises a UserError before weights are
     read where anything about the model directory or the knobs is wrong. `keep_sessions` decides SESSION_DIR=auto.
+    `kept` is what an engine of the same settings left behind when it went to sleep.
 
     The work is done on a thread that ends: OpenMP keeps a team of workers per calling thread, and a second team beside
     the engine thread's costs a third of the decode speed of a small machine.
     """
     with ThreadPoolExecutor(1, "soloist-build") as thread:
-        return thread.submit(_build, settings, progress, keep_sessions).result()
+        return thread.submit(_build, settings, progress, keep_sessions, kept or Kept()).result()
 
 
-def _build(settings: Settings, progress: Progress | None, keep_sessions: bool) -> Engine:
+def _build(settings: Settings, progress: Progress | None, keep_sessions: bool, kept: Kept) -> Engine:
     checkpoint = open_checkpoint(model_directory(settings.model))
     device = _device(settings)
     dtype = _dtype(settings, device)
     torch.set_num_threads(settings.threads or os.cpu_count() or 1)
     torch.set_grad_enabled(False)
-    load = _on_card if device.type == "cuda" else _on_cpu
-    tower = build_tower(settings, checkpoint, device, dtype)
-    model, degraded = load(settings, checkpoint, device, dtype, progress)
+    if kept.weights is not None:
+        model, tower, degraded = kept.weights.restore()
+    else:
+        load = _on_card if device.type == "cuda" else _on_cpu
+        tower = build_tower(settings, checkpoint, device, dtype)
+        model, degraded = load(settings, checkpoint, device, dtype, progress)
     chosen = choices(settings, checkpoint, str(dtype).removeprefix("torch."), device)
     pages, max_len = size_pool(settings, checkpoint, chosen, device)
     memory = _memory(settings, checkpoint, device, dtype, chosen, pages, max_len)
@@ -90,7 +97,7 @@ def _build(settings: Settings, progress: Progress | None, keep_sessions: bool) -
         model,
         memory,
         speculation,
-        build_reuse(settings, checkpoint, memory, speculation, prints, keep_sessions),
+        build_reuse(settings, checkpoint, memory, speculation, prints, keep_sessions, kept),
         settle=settings.settle and settings.prefix_cache,
         max_len=max_len,
         max_queue=settings.max_queue,

@@ -14,6 +14,7 @@ from soloist.cache.value import RecomputeCost
 from soloist.checkpoint.config import ModelConfig
 from soloist.checkpoint.reader import Checkpoint, open_checkpoint
 from soloist.engine.drafters import drafter_directory
+from soloist.engine.kept import Kept
 from soloist.engine.memory import Memory
 from soloist.engine.reuse import Reuse
 from soloist.engine.speculation import Speculation
@@ -42,24 +43,19 @@ def build_reuse(
     speculation: Speculation,
     numerics: str,
     keep_sessions: bool = False,
+    kept: Kept | None = None,
 ) -> Reuse:
-    """The cache over `memory`, warm from the session directory. `numerics` names everything that decides bits."""
+    """The cache over `memory`, warm from what a sleeping engine kept or from the session directory. `numerics` names
+    everything that decides bits; what was kept under another name is not used."""
     config = checkpoint.config
     storage = PagedStores({"target": memory.kv, **speculation.stores})
     if not settings.prefix_cache:
         return Reuse(memory, speculation, storage, None)
-    prefix = PrefixCache(
-        memory.pages,
-        grid=memory.kv.tile,
-        storage=storage,
-        host_bytes=int(settings.host_cache_gb * GIB),
-        cost=recompute_cost(config),
-    )
-    directory = session_directory(settings, keep_sessions)
-    persister = None
-    if directory is not None:
-        identity = _identity(settings, checkpoint, storage, speculation, numerics)
-        persister = _persister(settings, directory, identity, prefix)
+    prefix, persister = kept.cache_for(numerics) if kept is not None else (None, None)
+    if prefix is not None:
+        prefix.rebind(memory.pages, storage)
+    else:
+        prefix, persister = _fresh(settings, checkpoint, memory, speculation, storage, numerics, keep_sessions)
     return Reuse(
         memory,
         speculation,
@@ -68,7 +64,33 @@ def build_reuse(
         persister,
         snapshot_every=settings.snapshot_every,
         message_ends=config.eos_ids,
+        numerics=numerics,
     )
+
+
+def _fresh(
+    settings: Settings,
+    checkpoint: Checkpoint,
+    memory: Memory,
+    speculation: Speculation,
+    storage: PagedStores,
+    numerics: str,
+    keep_sessions: bool,
+) -> tuple[PrefixCache, Persister | None]:
+    """A cache that knows what the session directory holds, and whoever writes there."""
+    prefix = PrefixCache(
+        memory.pages,
+        grid=memory.kv.tile,
+        storage=storage,
+        host_bytes=int(settings.host_cache_gb * GIB),
+        cost=recompute_cost(checkpoint.config),
+    )
+    directory = session_directory(settings, keep_sessions)
+    persister = None
+    if directory is not None:
+        identity = _identity(settings, checkpoint, storage, speculation, numerics)
+        persister = _persister(settings, directory, identity, prefix)
+    return prefix, persister
 
 
 def recompute_cost(config: ModelConfig) -> RecomputeCost:

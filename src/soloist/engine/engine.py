@@ -83,6 +83,8 @@ class Engine:
         self._tasks: list[tuple[Callable[[], None], queue.Queue[BaseException | None]]] = []
         self._wake = threading.Condition()
         self._stopping = False
+        self._retire: queue.Queue[bool] | None = None
+        self._retired = False
         self._alive = True
         self._busy_since = 0.0
         self._thread = threading.Thread(target=self._run, name="soloist-engine", daemon=True)
@@ -161,6 +163,20 @@ class Engine:
             self._wake.notify()
         self._thread.join(timeout)
 
+    def retire(self) -> bool:
+        """Stop like `close`, but only if nothing is asked of the engine, and leave the cache in host memory instead of
+        closing it. False, and nothing has changed, when a request is there. Raises EngineDeadError."""
+        answer: queue.Queue[bool] = queue.Queue()
+        with self._wake:
+            if not self._alive or self._stopping:
+                raise EngineDeadError("The engine has stopped; restart the server.")
+            self._retire = answer
+            self._wake.notify()
+        if not answer.get():
+            return False
+        self._thread.join()
+        return True
+
     def _check(self, request: Request) -> None:
         """Refuse what can never run, with the numbers; settle what the request left open."""
         tokens = len(request.prompt)
@@ -218,11 +234,16 @@ class Engine:
     def _take_in(self) -> bool:
         """Wait for work, then take over what other threads left; False when the engine is to stop."""
         with self._wake:
-            while not (self._stopping or self._inbox or self._cancels or self._tasks or self._has_work()):
+            while not (self._stopping or self._retire is not None or self._asked()):
                 self._busy_since = 0.0
                 if self._settling():
                     break
                 self._wake.wait()
+            if self._retire is not None:
+                self._retired = not (self._stopping or self._asked())
+                self._stopping = self._stopping or self._retired
+                self._retire.put(self._retired)
+                self._retire = None
             if self._stopping:
                 return False
             self._busy_since = self._busy_since or time.perf_counter()
@@ -241,6 +262,9 @@ class Engine:
             else:
                 answer.put(None)
         return True
+
+    def _asked(self) -> bool:
+        return bool(self._inbox or self._cancels or self._tasks or self._has_work())
 
     def _has_work(self) -> bool:
         scheduler = self.scheduler
@@ -427,13 +451,18 @@ class Engine:
         try:
             if error is None and self.settler is not None:
                 self.settler.interrupt()
-            self.reuse.close()
+            if self._retired:
+                self.reuse.vacate()
+            else:
+                self.reuse.close()
         except Exception:
             log.exception("closing the cache")
         with self._wake:
             self._alive = False
             leftover, self._inbox = list(self.scheduler) + self._inbox, []
             tasks, self._tasks = self._tasks, []
+            if self._retire is not None:
+                self._retire.put(False)
         for _, answer in tasks:
             answer.put(error or EngineDeadError("The engine has stopped."))
         reason: FinishReason = "error" if error else "abort"

@@ -33,11 +33,19 @@ class GraphedModel(CardModel):
     """A CardModel that replays its sequence. `check` runs every step eagerly as well and compares, for debugging."""
 
     mode: Mode = "on"
+    _prepared: frozenset[str] = frozenset()  # names of the attributes that `prepare` made
 
     def prepare(self, shapes: CardShapes, kv: KV, state: State, taps: Sequence[int]) -> None:
+        before = set(self.__dict__) - self._prepared
         super().prepare(shapes, kv, state, taps)
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._buckets = buckets(shapes.rows)
+        self._prepared = frozenset(self.__dict__) - before
+
+    def unprepare(self) -> None:
+        """Let go of all that `prepare` made: only weights stay, and `prepare` makes the model whole again."""
+        for name in self._prepared:
+            self.__dict__.pop(name, None)
 
     @torch.inference_mode()
     def capture(self) -> None:

@@ -20,6 +20,7 @@ from soloist.engine.request import Phase, Request
 from soloist.engine.speculation import Speculation
 
 STATE = "state."
+FLUSH_S = 30.0  # a slow disk holds up a sleep for so long; what it has not written by then stays in host memory
 
 
 def _may_skip(request: Request) -> bool:
@@ -40,9 +41,10 @@ class Reuse:
         *,
         snapshot_every: int = 0,
         message_ends: tuple[int, ...] = (),
+        numerics: str = "",
     ) -> None:
         self.memory, self.speculation, self.storage = memory, speculation, storage
-        self.prefix, self.persister = prefix, persister
+        self.prefix, self.persister, self.numerics = prefix, persister, numerics
         self._every, self._message_ends = snapshot_every, frozenset(message_ends)
         memory.prefix = prefix
 
@@ -118,6 +120,14 @@ class Reuse:
         """Finish what is being written."""
         if self.persister is not None:
             self.persister.close()
+
+    def vacate(self) -> None:
+        """Move what is known off the device, for another engine to go on with (`engine/sleep.py`)."""
+        if self.persister is not None:
+            self.persister.store.flush(FLUSH_S)
+            self.persister.poll()
+        if self.prefix is not None:
+            self.prefix.vacate()
 
     def _slot(self, slot: int, cut: int) -> dict[str, torch.Tensor]:
         """What the target keeps in a slot after `cut` tokens: recurrent state, and unpacked KV where there is any."""

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
+
+Wakefulness = Literal["awake", "falling asleep", "asleep", "waking"]
 
 
 @dataclass(frozen=True)
@@ -13,7 +16,7 @@ class EngineStatus:
     `settling` counts finished turns that idle time has yet to prefill into the cache: until it is 0, pages and slots
     still move although nothing is asked. `idle_s` is how long ago the engine loop last completed a pass while it had
     work (0 without work): a large value means a stuck step. `degraded` lists, one sentence each, what runs slower or
-    less exact than it could.
+    less exact than it could. `fault` is why an engine that sleeps could not be woken the last time.
     """
 
     running: int = 0
@@ -28,3 +31,5 @@ class EngineStatus:
     counters: Mapping[str, float] = field(default_factory=dict)
     knobs: Mapping[str, str] = field(default_factory=dict)
     degraded: tuple[str, ...] = ()
+    wakefulness: Wakefulness = "awake"
+    fault: str = ""

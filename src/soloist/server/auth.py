@@ -1,7 +1,7 @@
 """API keys: who may call the paths that spend compute.
 
-With keys configured, `/v1/*`, `/tokenize` and `/detokenize` need `Authorization: Bearer KEY` or `x-api-key: KEY`;
-health, readiness, version, metrics and the status page stay open.
+With keys configured, `/v1/*`, `/tokenize`, `/detokenize`, `/sleep` and `/wake_up` need `Authorization: Bearer KEY` or
+`x-api-key: KEY`; health, readiness, version, metrics and the status page stay open.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from soloist.server.reply import json_response
 
 log = logging.getLogger("soloist.server")
 
-_PROTECTED = ("/v1/", "/tokenize", "/detokenize")
+_PROTECTED = ("/v1/", "/tokenize", "/detokenize", "/sleep", "/wake_up")
 
 
 class ApiKeys:

@@ -41,3 +41,13 @@ class EngineFace(Protocol):
 
     def status(self) -> EngineStatus:
         """A consistent snapshot for metrics, readiness and the status page (thread-safe, cheap)."""
+
+
+class Sleeps(Protocol):
+    """An engine that can give its card back; blocking, from any thread."""
+
+    def sleep(self, timeout: float | None = None) -> None:
+        """Return when the card is free. Raises OverloadedError while requests run or wait."""
+
+    def wake(self, timeout: float | None = None) -> None:
+        """Return when requests can run. Raises OverloadedError when the card cannot be had."""

@@ -29,6 +29,8 @@ from soloist.settings import Settings
 if TYPE_CHECKING:
     import uvicorn
 
+    from soloist.engine.engine import Engine
+    from soloist.engine.kept import Kept
     from soloist.server.face import EngineFace
     from soloist.server.service import Service
 
@@ -61,6 +63,7 @@ def run(settings: Settings, progress: Progress) -> None:
 def build_service(settings: Settings, progress: Progress) -> tuple[Service, Callable[[], None]]:
     """(service, function that stops its engine). Text files are read first: their faults show before weights load."""
     from soloist.engine.build import build_engine, model_directory
+    from soloist.engine.sleep import Sleeper
     from soloist.server.service import Service
     from soloist.server.template import ChatTemplate
     from soloist.server.tokenizer import Tokenizer
@@ -70,8 +73,13 @@ def build_service(settings: Settings, progress: Progress) -> tuple[Service, Call
     tokenizer, template = Tokenizer.load(directory), ChatTemplate.load(directory)
     options = server_options(settings, directory)
     progress("tokenizer", 1, 1)
-    engine = build_engine(settings, progress, keep_sessions=True)
-    return Service(engine, tokenizer, template, replace(options, fingerprint=fingerprint(engine))), engine.close
+
+    def build(kept: Kept | None) -> Engine:
+        return build_engine(settings, progress if kept is None else None, keep_sessions=True, kept=kept)
+
+    engine = Sleeper(build, idle_s=60 * settings.idle_release_min, max_queue=settings.max_queue)
+    options = replace(options, fingerprint=fingerprint(engine))
+    return Service(engine, tokenizer, template, options, sleeper=engine), engine.close
 
 
 def fingerprint(engine: EngineFace) -> str:

@@ -41,6 +41,7 @@ class _EngineGauges:
             ("soloist:slots_total", "Recurrent-state slots.", status.slots_total),
             ("soloist:pages_used", "Pages in use.", status.pages_used),
             ("soloist:pages_total", "Pages of the pool.", status.pages_total),
+            ("soloist:asleep", "1 while the card is given back.", int(status.wakefulness != "awake")),
             ("soloist:degraded_parts", "Parts that run slower or less exact than they could.", len(status.degraded)),
         ):
             gauge = GaugeMetricFamily(name, text, labels=["model_name"])

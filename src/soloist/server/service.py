@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from soloist.errors import RequestError
 from soloist.sampling.llg import GrammarCompiler
-from soloist.server.face import EngineFace
+from soloist.server.face import EngineFace, Sleeps
 from soloist.server.fields import IgnoredFields
 from soloist.server.live import LiveRequests
 from soloist.server.metrics import Meters
@@ -20,12 +20,14 @@ from soloist.server.transcripts import Transcripts
 
 @dataclass
 class Service:
-    """One served model. Lives on `app.state.service`; there is no module-level state."""
+    """One served model. Lives on `app.state.service`; there is no module-level state. `sleeper` is the engine where it
+    can give its card back."""
 
     engine: EngineFace
     tokenizer: Tokenizer
     template: ChatTemplate
     options: ServerOptions
+    sleeper: Sleeps | None = None
     meters: Meters = field(init=False)
     ignored: IgnoredFields = field(default_factory=IgnoredFields)
     live: LiveRequests = field(default_factory=LiveRequests)
@@ -59,7 +61,7 @@ class Service:
         """Why nothing can be served, or None."""
         if not self.engine.alive:
             return "the engine has stopped"
-        idle = self.engine.status().idle_s
-        if idle > self.options.stuck_s:
-            return f"the engine has been in one step for {idle:.0f} s"
+        status = self.engine.status()
+        if status.idle_s > self.options.stuck_s:
+            return f"the engine has been in one step for {status.idle_s:.0f} s"
         return None

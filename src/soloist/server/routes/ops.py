@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as installed_version
 from importlib.resources import files
@@ -10,6 +11,8 @@ from fastapi import APIRouter, Request
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import Response
 
+from soloist.errors import RequestError
+from soloist.server.face import Sleeps
 from soloist.server.reply import JsonReply
 from soloist.server.service import Service
 
@@ -37,18 +40,52 @@ async def health(request: Request) -> Response:
 
 @router.get("/ready")
 async def ready(request: Request) -> Response:
-    """200 when a request sent now would be admitted; else 503 with the reason."""
+    """200 when a request sent now would be admitted, also by waking the engine; else 503 with the reason."""
     service: Service = request.app.state.service
-    reason = service.trouble() or ("draining" if request.app.state.draining else None)
     status = service.engine.status()
+    cannot_wake = f"cannot wake: {status.fault}" if status.fault else None
+    reason = service.trouble() or ("draining" if request.app.state.draining else cannot_wake)
     body = {
         "ready": reason is None,
         "reason": reason,
+        "state": status.wakefulness,
         "running": status.running,
         "waiting": status.waiting,
         "degraded": list(status.degraded),
     }
     return JsonReply(body, status_code=200 if reason is None else 503)
+
+
+@router.post("/sleep")
+async def sleep(request: Request) -> Response:
+    """Give the card back; answers when it is free. 503 while requests run or wait."""
+    await asyncio.to_thread(_sleeper(request).sleep)
+    return _wakefulness(request)
+
+
+@router.post("/wake_up")
+async def wake_up(request: Request) -> Response:
+    """Take the card again; answers when requests can run. 503 when the card cannot be had."""
+    await asyncio.to_thread(_sleeper(request).wake)
+    return _wakefulness(request)
+
+
+@router.get("/is_sleeping")
+async def is_sleeping(request: Request) -> Response:
+    """Whether the next request has to wake the engine first."""
+    return _wakefulness(request)
+
+
+def _sleeper(request: Request) -> Sleeps:
+    sleeper: Sleeps | None = request.app.state.service.sleeper
+    if sleeper is None:
+        raise RequestError("This engine does not sleep.", status=501, kind="NotImplementedError")
+    return sleeper
+
+
+def _wakefulness(request: Request) -> Response:
+    state = request.app.state.service.engine.status().wakefulness
+    return JsonReply({"is_sleeping": state != "awake", "state": state})
 
 
 @router.get("/status")
@@ -61,6 +98,7 @@ async def status(request: Request) -> Response:
         "context": service.engine.max_len,
         "trouble": service.trouble(),
         "draining": request.app.state.draining,
+        "state": now.wakefulness,
         "running": now.running,
         "waiting": now.waiting,
         "parked": now.parked,
