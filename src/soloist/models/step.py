@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
@@ -40,9 +41,10 @@ class VerifyStep:
     """Rows of all running requests.
 
     tokens, positions, request, parent: int64 [T]; parent is a row of the step or -1. slots [R] state slots.
-    taps int64 [T, K]: conv taps into [R * (K-1) stored columns | T rows]. levels, attention: how the reference
-    walks the rows. page_rows[r]: row numbers in the KV store of request r's settled tokens. rotary int64 [T]: what
-    RoPE turns a row by, where that is not its position.
+    taps int64 [T, K]: conv taps into [R * (K-1) stored columns | T rows]. depths [T]: a row's depth in its request's
+    tree. attention: which rows are whose. rotary int64 [T]: what RoPE turns a row by, where that is not its position.
+
+    What only the reference needs (`levels`, `level_of`, `page_rows`) is laid out when it is asked for.
     """
 
     tokens: torch.Tensor
@@ -51,16 +53,42 @@ class VerifyStep:
     parent: torch.Tensor
     slots: torch.Tensor
     taps: torch.Tensor
-    levels: list[Level]
-    level_of: list[tuple[int, int]]
+    depths: list[int]
     attention: list[AttentionRows]
-    page_rows: list[torch.Tensor]
     pages: list[Sequence[int]]
     rotary: torch.Tensor | None = None
 
     @property
     def rows(self) -> int:
         return self.tokens.numel()
+
+    @cached_property
+    def page_rows(self) -> list[torch.Tensor]:
+        """Row numbers in the KV store of each request's settled tokens."""
+        return [token_rows(pages, part.settled) for pages, part in zip(self.pages, self.attention, strict=True)]
+
+    @property
+    def levels(self) -> list[Level]:
+        """The rows by depth, as the reference walks them."""
+        return self._walk[0]
+
+    @property
+    def level_of(self) -> list[tuple[int, int]]:
+        """(depth, place among the rows of that depth) of every row."""
+        return self._walk[1]
+
+    @cached_property
+    def _walk(self) -> tuple[list[Level], list[tuple[int, int]]]:
+        request, parent = self.request.tolist(), self.parent.tolist()
+        levels: list[Level] = []
+        level_of: list[tuple[int, int]] = [(0, 0)] * len(parent)
+        for depth in range(max(self.depths) + 1):
+            rows = [t for t, d in enumerate(self.depths) if d == depth]
+            above = [request[t] if depth == 0 else level_of[parent[t]][1] for t in rows]
+            for i, t in enumerate(rows):
+                level_of[t] = (depth, i)
+            levels.append(Level(torch.tensor(rows), torch.tensor(above), len(rows) == len(parent)))
+        return levels, level_of
 
 
 @dataclass
@@ -107,12 +135,11 @@ def _lanes(parents: Sequence[int], depth: Sequence[int]) -> torch.Tensor | None:
     """None for a chain, else [n, max depth + 1]: the row at each depth of every row's path, -1 past its end."""
     if all(p == i - 1 for i, p in enumerate(parents)):
         return None
-    lanes = torch.full((len(parents), max(depth) + 1), -1, dtype=torch.int64)
+    lanes: list[list[int]] = []
     for i, p in enumerate(parents):
-        if p >= 0:
-            lanes[i] = lanes[p]
-        lanes[i, depth[i]] = i
-    return lanes
+        lanes.append([*lanes[p], i] if p >= 0 else [i])
+    longest = max(depth) + 1
+    return torch.tensor([path + [-1] * (longest - len(path)) for path in lanes])
 
 
 def verify_step(batch: Sequence[RequestRows], conv_kernel: int) -> VerifyStep:
@@ -142,14 +169,6 @@ def verify_step(batch: Sequence[RequestRows], conv_kernel: int) -> VerifyStep:
         attention.append(
             AttentionRows(start, len(tokens), part.settled, torch.tensor(local), _lanes(part.parents, local))
         )
-    levels: list[Level] = []
-    level_of: list[tuple[int, int]] = [(0, 0)] * len(tokens)
-    for depth in range(max(depths) + 1):
-        rows = [t for t, d in enumerate(depths) if d == depth]
-        above = [request[t] if depth == 0 else level_of[parent[t]][1] for t in rows]
-        for i, t in enumerate(rows):
-            level_of[t] = (depth, i)
-        levels.append(Level(torch.tensor(rows), torch.tensor(above), len(rows) == len(tokens)))
     at = torch.tensor(positions)
     turned = any(part.rope_offset for part in batch)
     return VerifyStep(
@@ -159,10 +178,8 @@ def verify_step(batch: Sequence[RequestRows], conv_kernel: int) -> VerifyStep:
         parent=torch.tensor(parent),
         slots=torch.tensor([part.slot for part in batch]),
         taps=torch.tensor(taps),
-        levels=levels,
-        level_of=level_of,
+        depths=depths,
         attention=attention,
-        page_rows=[token_rows(part.pages, part.settled) for part in batch],
         pages=[part.pages for part in batch],
         rotary=at + torch.tensor([batch[r].rope_offset for r in request]) if turned else None,
     )

@@ -2,8 +2,8 @@
 
 A 16-bit value and its place make a key of 32 bits that orders entries by value, lowest id first among equals, and no
 two keys are equal. `_groups` reduces every group of ids to its largest key; the `count` best entries of a row lie in
-its `count` best groups. `_select` finds those, then the best entries inside them, both times by building the threshold bit
-by bit from counts. Survivors keep the order of their ids.
+its `count` best groups. `_select` finds those, then the best entries inside them, both times by building the
+threshold bit by bit from counts. Survivors keep the order of their ids.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def _select(
     mine = key == best
     tl.store(line + 2 * COUNT, tl.max(tl.where(mine, ids, -1), 0))
     maximum = tl.max(tl.where(mine & picked, value, float("-inf")), 0)
-    total = 1.0
+    total = maximum
     if SUM:
         tile = tl.arange(0, TILES)
         there = tile < tiles
