@@ -143,6 +143,7 @@ def park_weights(loaded: Loaded) -> ParkedWeights | None:
     model = loaded[0]
     if model.device.type != "cuda":
         return None
+    torch.cuda.synchronize(model.device)
     model.unprepare()  # type: ignore[attr-defined]  # a card's model
     size = sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in _on_card(loaded)}.values())
     room = host_room() - HOST_MARGIN
