@@ -85,7 +85,8 @@ PARTS = {
     "lm_head": _grouped(VOCAB * HIDDEN, 4),
     "mtp": 2 * 424_699_392,
 }
-DRAFTER_BYTES = 1_281_000_000  # spec/dflash2.md section 7
+# spec/dflash2.md section 7, and its key and value projections a second time: one product for the context's rows.
+DRAFTER_BYTES = 1_281_000_000 + _grouped(5 * 2 * 8 * 128 * HIDDEN, 4)
 LOADED = {"card": 24 * GIB, "used": int(0.3 * GIB), "drafter": DRAFTER, "drafter_bytes": DRAFTER_BYTES}
 BASE = Choices(spec="dflash2")
 

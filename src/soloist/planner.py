@@ -143,7 +143,7 @@ def weight_items(config: ModelConfig, parts: Mapping[str, int], drafter_bytes: i
     if choices.spec == "mtp":
         items.append(Item("MTP module", parts.get("mtp", 0) + parts.get("draft_head", 0), "module and draft head"))
     if choices.spec == "dflash2":
-        items.append(Item("DFlash2 drafter", drafter_bytes, "all its weights"))
+        items.append(Item("DFlash2 drafter", drafter_bytes + parts.get("draft_head", 0), "its weights and draft head"))
     return items
 
 

@@ -7,11 +7,78 @@ from pathlib import Path
 import pytest
 import torch
 
+from soloist import demo
 from soloist.checkpoint.reader import open_checkpoint
 from soloist.engine.build import build_engine
 from soloist.engine.capacity import choices, drafter_of
-from soloist.planner import Choices, kv_token_bytes, slot_items
+from soloist.planner import Choices, kv_token_bytes, slot_items, weight_items
+from soloist.scaleout.dense import dense_copy
 from soloist.settings import resolve
+from tiny import build_tiny, build_tiny_drafter
+
+
+def held(*roots: object) -> int:
+    """Bytes of every tensor that can be reached from objects of this project; a storage counts once."""
+    seen: set[int] = set()
+    storages: dict[int, int] = {}
+    left = list(roots)
+    while left:
+        thing = left.pop()
+        if id(thing) in seen:
+            continue
+        seen.add(id(thing))
+        if isinstance(thing, torch.Tensor):
+            prepacked = thing.is_mkldnn  # has no storage to ask
+            where = id(thing) if prepacked else thing.untyped_storage().data_ptr()
+            storages[where] = thing.nbytes if prepacked else thing.untyped_storage().nbytes()
+        elif isinstance(thing, dict):
+            left += thing.values()
+        elif isinstance(thing, list | tuple | set):
+            left += thing
+        elif type(thing).__module__.startswith("soloist"):
+            left += getattr(thing, "__dict__", {}).values()
+            left += [getattr(thing, name, None) for name in getattr(type(thing), "__slots__", ())]
+    return sum(storages.values())
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Two checkpoints in the dtype they are served in: a synthetic one with a drafter, and the demo."""
+    synthetic = tmp_path_factory.mktemp("synthetic")
+    # Wide enough that what a CPU pads and keeps in fp32 (norms, convolutions, narrow projections) is no percent.
+    build_tiny(synthetic, dtype=torch.bfloat16, hidden=512, ffn=1024)
+    build_tiny_drafter(synthetic / "dflash2", synthetic, dtype=torch.bfloat16)
+    return {"synthetic": synthetic, "demo": dense_copy(demo.path(), tmp_path_factory.mktemp("demo"))}
+
+
+@pytest.mark.parametrize(
+    ("which", "knobs"),
+    [
+        ("synthetic", {"spec": "mtp"}),
+        ("synthetic", {"spec": "dflash2", "kv_format": "int8"}),
+        ("synthetic", {"spec": "none", "kv_format": "kvarn"}),
+        ("demo", {"spec": "mtp"}),
+        ("demo", {"spec": "none", "max_seqs": "3", "state_dtype": "float32"}),
+    ],
+)
+def test_everything_an_engine_holds_is_planned_within_one_percent(
+    served: dict[str, Path], which: str, knobs: dict[str, str]
+) -> None:
+    """Weights, drafter, slots and pool, by walking through what the engine can reach. A CPU keeps no step buffers."""
+    sizes = {"model": str(served[which]), "threads": "1", "max_len": "1024", "dtype": "bfloat16", "linear": "plain"}
+    settings = resolve(sizes | knobs, {}, {})
+    checkpoint = open_checkpoint(served[which])
+    chosen = choices(settings, checkpoint, "bfloat16")
+    drafter, drafter_bytes = drafter_of(settings, checkpoint, chosen)
+    engine = build_engine(settings)
+    try:
+        actual = held(engine.model, engine.memory, engine.speculation)
+        pool = engine.memory.pages.total * 64 * kv_token_bytes(checkpoint.config, chosen)
+    finally:
+        engine.close()
+    items = weight_items(checkpoint.config, checkpoint.nbytes(), drafter_bytes, chosen)
+    items += slot_items(checkpoint.config, drafter, chosen)
+    assert actual == pytest.approx(pool + sum(item.nbytes for item in items), rel=0.01)
 
 
 @pytest.mark.parametrize("knobs", [{"spec": "mtp"}, {"spec": "dflash2", "kv_format": "int8"}, {"kv_format": "kvarn"}])

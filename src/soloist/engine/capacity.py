@@ -6,6 +6,9 @@ is allocated once, here; nothing allocates later.
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import torch
 
 from soloist.cache.pages import PAGE, pages_for
@@ -13,7 +16,18 @@ from soloist.checkpoint.config import DrafterConfig
 from soloist.checkpoint.reader import Checkpoint, open_checkpoint
 from soloist.engine.drafters import drafter_directory, drafter_kind
 from soloist.errors import CapacityError, SettingError
-from soloist.planner import BYTES, GRAPHS, MIB, Choices, pool_pages, slot_items, step_items, vision_items, weight_items
+from soloist.planner import (
+    BYTES,
+    Choices,
+    GRAPHS,
+    MIB,
+    kv_token_bytes,
+    pool_pages,
+    slot_items,
+    step_items,
+    vision_items,
+    weight_items,
+)
 from soloist.settings import Settings
 
 CPU_CONTEXT = 8192  # MAX_LEN=auto on a CPU: more than anyone waits for
@@ -69,38 +83,89 @@ def choices(settings: Settings, checkpoint: Checkpoint, dtype: str, device: torc
 
 
 def drafter_of(settings: Settings, checkpoint: Checkpoint, chosen: Choices) -> tuple[DrafterConfig | None, int]:
-    """Config and bytes of the DFlash2 drafter, where one drafts."""
+    """Config and bytes on the device of the DFlash2 drafter, where one drafts."""
     where = drafter_directory(settings, checkpoint) if chosen.spec == "dflash2" else None
     if where is None:
         return None, 0
     source = open_checkpoint(where, "drafter")
-    return source.drafter_config, sum(source.nbytes().values())
+    # Keys and values of the context are one product over all layers, beside each layer's own q, k and v.
+    twice = sum(m.nbytes for name, m in source.modules.items() if name.endswith((".k_proj", ".v_proj")))
+    return source.drafter_config, sum(source.nbytes().values()) + twice
 
 
-def size_pool(settings: Settings, checkpoint: Checkpoint, chosen: Choices, device: torch.device) -> tuple[int, int]:
-    """(pages, longest context) for an engine whose target is loaded already. CapacityError with the numbers."""
+def check_sizes(settings: Settings, checkpoint: Checkpoint, chosen: Choices, device: torch.device) -> None:
+    """Refuse, before any weight is read, what cannot fit once they are. SettingError or CapacityError.
+
+    Only what is certain: the weights as stored and the pool that was asked for, against the memory that is free now.
+    """
     limit = checkpoint.config.max_position
     if settings.max_len != "auto" and settings.max_len > limit:
         raise SettingError(
             f"MAX_LEN={settings.max_len} is more than the model's {limit} positions.", f"Set MAX_LEN={limit} or less."
         )
-    group = 2 if chosen.kv_format == "kvarn" else 1
-    if settings.pool_tokens != "auto":
-        pages = pages_for(settings.pool_tokens, group)
-    elif device.type == "cuda":
-        pages = _pages_left(settings, checkpoint, chosen, device)
-    else:
-        wanted = min(limit, CPU_CONTEXT) if settings.max_len == "auto" else settings.max_len
-        pages = pages_for(wanted + 1, group) * min(settings.max_seqs, CPU_RESIDENTS)
-    holds = pages * PAGE - 1  # one position more than the context: the drafter's row of the next token
-    wanted = settings.max_len if settings.max_len != "auto" else limit if device.type == "cuda" else CPU_CONTEXT
-    if settings.max_len != "auto" and holds < settings.max_len:
+    pages = _pages_asked(settings, chosen, device, limit)
+    if pages is not None:
+        _check_context(settings, chosen, pages)
+    elif settings.max_len != "auto":
+        pages = pages_for(settings.max_len + 1, _group(chosen))
+    on_card = device.type == "cuda"
+    room = torch.cuda.mem_get_info(device)[0] if on_card else host_room()
+    weights = sum(checkpoint.nbytes().values())
+    pool = (pages or 0) * PAGE * kv_token_bytes(checkpoint.config, chosen)
+    if weights + pool > room:
         raise CapacityError(
-            f"MAX_LEN={settings.max_len} needs {pages_for(settings.max_len + 1, group) * PAGE} tokens of KV, the pool "
-            f"has {pages * PAGE}.",
-            f"Set MAX_LEN={holds} or less, or see `soloist plan` for what buys room.",
+            f"The weights take {weights / 2**30:.2f} GiB and the pool that was asked for {pool / 2**30:.2f} GiB, and "
+            f"{'the card' if on_card else 'host memory'} has {room / 2**30:.2f} GiB free.",
+            "Lower MAX_LEN or POOL_TOKENS, close other programs, or see `soloist plan` for what buys room.",
         )
-    return pages, min(wanted, limit, holds)
+
+
+def size_pool(settings: Settings, checkpoint: Checkpoint, chosen: Choices, device: torch.device) -> tuple[int, int]:
+    """(pages, longest context) for an engine whose target is loaded already. CapacityError with the numbers."""
+    limit = checkpoint.config.max_position
+    pages = _pages_asked(settings, chosen, device, limit)
+    if pages is None:
+        pages = _pages_left(settings, checkpoint, chosen, device)
+    _check_context(settings, chosen, pages)
+    wanted = settings.max_len if settings.max_len != "auto" else limit if device.type == "cuda" else CPU_CONTEXT
+    return pages, min(wanted, limit, _holds(pages))
+
+
+def _group(chosen: Choices) -> int:
+    return 2 if chosen.kv_format == "kvarn" else 1
+
+
+def _holds(pages: int) -> int:
+    """The longest context of a pool: one position fewer than it has, for the drafter's row of the next token."""
+    return pages * PAGE - 1
+
+
+def _pages_asked(settings: Settings, chosen: Choices, device: torch.device, limit: int) -> int | None:
+    """The pool the knobs ask for; None where it is what a card has left."""
+    if settings.pool_tokens != "auto":
+        return pages_for(settings.pool_tokens, _group(chosen))
+    if device.type == "cuda":
+        return None
+    wanted = min(limit, CPU_CONTEXT) if settings.max_len == "auto" else settings.max_len
+    return pages_for(wanted + 1, _group(chosen)) * min(settings.max_seqs, CPU_RESIDENTS)
+
+
+def _check_context(settings: Settings, chosen: Choices, pages: int) -> None:
+    if settings.max_len != "auto" and _holds(pages) < settings.max_len:
+        raise CapacityError(
+            f"MAX_LEN={settings.max_len} needs {pages_for(settings.max_len + 1, _group(chosen)) * PAGE} tokens of KV, "
+            f"the pool has {pages * PAGE}.",
+            f"Set MAX_LEN={_holds(pages)} or less, or see `soloist plan` for what buys room.",
+        )
+
+
+def host_room() -> int:
+    """Bytes of host memory that can be had without swapping."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _pages_left(settings: Settings, checkpoint: Checkpoint, chosen: Choices, device: torch.device) -> int:
