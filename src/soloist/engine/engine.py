@@ -128,7 +128,7 @@ class Engine:
             idle_s=time.perf_counter() - busy if busy else 0.0,
             counters=self._counts(),
             knobs=self._knobs,
-            degraded=self._degraded,
+            degraded=self._degraded + self.speculation.complaints,
         )
 
     def _counts(self) -> dict[str, float]:

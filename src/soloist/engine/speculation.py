@@ -68,6 +68,10 @@ class Speculation(Protocol):
     def stores(self) -> dict[str, KVStore]:
         """KV of the drafter that lives on the request's pages, by name."""
 
+    @property
+    def complaints(self) -> tuple[str, ...]:
+        """What makes drafting slower than it should be, one sentence each. Any thread."""
+
 
 class NoSpeculation:
     """SPEC=none, LOOKUP=0: every step is one row per request."""
@@ -99,3 +103,7 @@ class NoSpeculation:
     @property
     def stores(self) -> dict[str, KVStore]:
         return {}
+
+    @property
+    def complaints(self) -> tuple[str, ...]:
+        return ()

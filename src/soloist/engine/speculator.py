@@ -22,6 +22,7 @@ from soloist.drafting.fusion import Fused, fuse_chain
 from soloist.drafting.lookup import LookupConfig, LookupIndex, Match
 from soloist.drafting.proposal import Proposal
 from soloist.drafting.tree import depth_first, grow_tree
+from soloist.drafting.watch import AcceptanceWatch
 from soloist.engine.request import Request
 from soloist.engine.speculation import SettledRows
 from soloist.sampling.verify import Verdict
@@ -69,6 +70,7 @@ class Speculator:
         self.taps = drafter.taps if drafter else ()
         self.name = drafter.name if drafter else "lookup"
         self._tracked: dict[int, _Tracked] = {}
+        self._watch = AcceptanceWatch()
 
     # -- what the engine reports -----------------------------------------------------------------------------------
 
@@ -95,6 +97,7 @@ class Speculator:
     def observe(self, request: Request, proposal: Proposal, verdict: Verdict) -> None:
         tracked = self._of(request)
         tracked.emitted = len(verdict.tokens)
+        self._watch.observe(proposal.sources, {proposal.sources[node] for node in verdict.nodes if node >= 0})
         if tracked.fused is None or tracked.fused.proposal is not proposal:
             return  # the engine put up something else
         children = proposal.children()
@@ -122,6 +125,10 @@ class Speculator:
     @property
     def stores(self) -> dict[str, KVStore]:
         return {} if self.drafter is None else dict(self.drafter.stores)
+
+    @property
+    def complaints(self) -> tuple[str, ...]:
+        return self._watch.sentences
 
     def _of(self, request: Request) -> _Tracked:
         tracked = self._tracked.get(request.id)
