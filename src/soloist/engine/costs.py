@@ -67,7 +67,7 @@ def measure_costs(model: Qwen35, memory: Memory, drafter: Drafter | None, rows: 
             part = RequestRows([0] * n, list(range(-1, n - 1)), 0, 0, [])
             step = verify_step([part], model.config.conv_kernel)
             features = model.forward(step, memory.caches, drafter.taps if drafter else ())
-            return model.logits(features.hidden)
+            return model.logits(features.hidden) if features.logits is None else features.logits
 
         return work
 

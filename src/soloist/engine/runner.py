@@ -19,6 +19,7 @@ from soloist.engine.speculation import SettledRows, Speculation
 from soloist.models.qwen3_5 import Qwen35
 from soloist.models.state import AcceptedPath, Features
 from soloist.models.step import RequestRows, VerifyStep, prefill_step, verify_step
+from soloist.ops.top import Heads
 from soloist.planner import MAX_ROWS
 from soloist.sampling.logprobs import prompt_logprobs, token_logprobs
 from soloist.sampling.verify import Verdict, verify
@@ -89,7 +90,7 @@ class Runner:
         """One step of every request: draft, verify, accept, commit."""
         proposals = self._draft(requests)
         step, features, logits = self._verify(requests, proposals)
-        verdicts = self._accept(requests, proposals, step, logits)
+        verdicts = self._accept(requests, proposals, step, logits, features.heads() if features.heads else None)
         self._commit(requests, step, features, verdicts)
 
     def _draft(self, requests: Sequence[Request]) -> list[Proposal]:
@@ -123,15 +124,21 @@ class Runner:
         return step, features, self.model.logits(features.hidden) if logits is None else logits
 
     def _accept(
-        self, requests: Sequence[Request], proposals: Sequence[Proposal], step: VerifyStep, logits: torch.Tensor
+        self,
+        requests: Sequence[Request],
+        proposals: Sequence[Proposal],
+        step: VerifyStep,
+        logits: torch.Tensor,
+        heads: Heads | None,
     ) -> list[Verdict | None]:
         """Per request: the verdict after its stop rules, or None if the request failed here."""
         verdicts: list[Verdict | None] = []
         for request, proposal, rows in zip(requests, proposals, step.attention, strict=True):
             part = logits[rows.start : rows.stop]
+            best = None if heads is None else heads.part(rows.start, rows.stop)
             try:
                 assert request.history is not None
-                verdict = verify(part, proposal, request.history, request.seed, request.mode, request.remaining)
+                verdict = verify(part, proposal, request.history, request.seed, request.mode, request.remaining, best)
                 verdict = self._emit(request, verdict, part, proposal)
                 self.speculation.observe(request, proposal, verdict)
                 verdicts.append(verdict)
@@ -144,21 +151,27 @@ class Runner:
         self, requests: Sequence[Request], step: VerifyStep, features: Features, verdicts: Sequence[Verdict | None]
     ) -> None:
         paths: list[AcceptedPath] = []
-        absorbed: list[SettledRows] = []
+        going: list[tuple[Request, Verdict]] = []
         for i, (request, verdict) in enumerate(zip(requests, verdicts, strict=True)):
             if verdict is None or request.slot < 0:
                 continue
             rows = [step.attention[i].start + row for row in verdict.rows]
             paths.append(AcceptedPath(i, rows, request.pages, request.settled))
-            index = torch.tensor(rows, device=features.hidden.device)
-            taps = None if features.taps is None else features.taps.index_select(0, index)
-            hidden = features.hidden.index_select(0, index)
-            absorbed.append(SettledRows(request, request.settled, hidden, taps, verdict.tokens))
-            request.settled += len(rows)
+            going.append((request, verdict))
         assert features.record is not None
         features.record.settle(step, self.memory.caches, paths)
-        if absorbed:
-            self.speculation.absorb(absorbed)
+        if not going:
+            return
+        hidden, taps = features.kept([row for path in paths for row in path.rows])
+        absorbed: list[SettledRows] = []
+        at = 0
+        for request, verdict in going:
+            mine = slice(at, at + len(verdict.rows))
+            at = mine.stop
+            tapped = None if taps is None else taps[mine]
+            absorbed.append(SettledRows(request, request.settled, hidden[mine], tapped, verdict.tokens))
+            request.settled += len(verdict.rows)
+        self.speculation.absorb(absorbed)
 
     # -- tokens ----------------------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from soloist.checkpoint.config import ModelConfig
@@ -70,60 +71,65 @@ class Tables:
             self.host[name] = self._host[at : at + sizes[name]].view(shape)
             self.card[name] = self._card[at : at + sizes[name]].view(shape)
             at += sizes[name]
+        self._views = {name: table.numpy() for name, table in self.host.items()}
+        self._known: list[list[int]] = [[] for _ in range(r)]
 
     def fill(self, step: VerifyStep, bucket: int) -> None:
         """Write one step, padded to `bucket` rows, and upload it. Padding rows belong to no request: they attend to
         themselves and are walked by nobody."""
-        h = self.host
-        count, requests = step.rows, len(step.attention)
+        h = self._views
+        count, requests, columns = step.rows, len(step.attention), step.taps.shape[1] - 1
         h["tokens"][:count] = step.tokens
         h["positions"][:count] = step.positions
         h["rotary"][:count] = step.positions if step.rotary is None else step.rotary
         h["request"][:count] = step.request
-        h["parent"][:count] = step.parent
-        h["tokens"][count:bucket] = 0
-        h["positions"][count:bucket] = 0
-        h["rotary"][count:bucket] = 0
-        h["request"][count:bucket] = h["slots"].numel() - 1
-        h["parent"][count:bucket] = -1
-        history = requests * (step.taps.shape[1] - 1)
-        own = step.taps - history
-        stored = -1 - step.taps % (step.taps.shape[1] - 1)
-        h["taps"][:count] = torch.where(own >= 0, own, stored)
+        for name, value in (("tokens", 0), ("positions", 0), ("rotary", 0), ("request", len(h["slots"]) - 1)):
+            h[name][count:bucket] = value
+        taps = step.taps.numpy()
+        own = taps - requests * columns
+        h["taps"][:count] = np.where(own >= 0, own, -1 - taps % columns)
         h["taps"][count:bucket] = -1
-        h["taps"][count:bucket, -1] = torch.arange(count, bucket, dtype=torch.int32)
-        h["lanes"][count:bucket, 0] = torch.arange(count, bucket, dtype=torch.int32)
-        h["slots"].zero_()
-        h["counts"].zero_()
-        h["settled"].zero_()
+        h["taps"][count:bucket, -1] = h["lanes"][count:bucket, 0] = np.arange(count, bucket)
+        for name in ("slots", "counts", "settled"):
+            h[name][:] = 0
         parts = 0
+        positions = step.positions.numpy()
         for r, part in enumerate(step.attention):
-            mine = slice(part.start, part.stop)
+            mine, rows = slice(part.start, part.stop), part.stop - part.start
             h["slots"][r] = step.slots[r]
-            h["starts"][r], h["counts"][r], h["settled"][r] = part.start, part.stop - part.start, part.settled
-            pages = step.pages[r]
-            h["page_table"][r, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
+            h["starts"][r], h["counts"][r], h["settled"][r] = part.start, rows, part.settled
+            self._pages(r, step.pages[r])
             if part.lanes is None:
-                h["lanes"][mine, : part.stop - part.start] = torch.arange(part.start, part.stop, dtype=torch.int32)
+                h["lanes"][mine, :rows] = np.arange(part.start, part.stop)
             else:
-                h["lanes"][mine, : part.lanes.shape[1]] = (part.lanes + part.start).int()
-            deepest = int(step.positions[mine].max()) // attention.SPLIT + 1
-            h["parts"][mine] = parts + torch.arange(part.stop - part.start, dtype=torch.int32) * deepest
-            parts += (part.stop - part.start) * deepest
-        h["parts"][count:bucket] = parts + torch.arange(bucket - count, dtype=torch.int32)
-        self._branches(step)
+                h["lanes"][mine, : part.lanes.shape[1]] = part.lanes.numpy() + part.start
+            deepest = int(positions[mine].max()) // attention.SPLIT + 1
+            h["parts"][mine] = np.arange(parts, parts + rows * deepest, deepest)
+            parts += rows * deepest
+        h["parts"][count:bucket] = np.arange(parts, parts + bucket - count)
+        self._branches(step.parent.tolist(), bucket)
         self._card.copy_(self._host, non_blocking=True)
 
-    def _branches(self, step: VerifyStep) -> None:
+    def _pages(self, request: int, pages: Sequence[int]) -> None:
+        """A request's page ids. A list of thousands mostly is what stood there one step ago, and a few more."""
+        known = self._known[request]
+        if pages[: len(known)] != known:
+            known.clear()
+        fresh = pages[len(known) :]
+        if fresh:
+            self._views["page_table"][request, len(known) : len(pages)] = fresh
+            known += fresh
+
+    def _branches(self, parents: list[int], bucket: int) -> None:
         """keep[row] = 1 + scratch entry for rows that a later, not adjacent row continues from; 0 for the others."""
-        keep = self.host["keep"]
-        keep.zero_()
-        parents = step.parent.tolist()
+        keep = [0] * bucket
         entries = 0
         for row, above in enumerate(parents):
             if above >= 0 and above != row - 1 and keep[above] == 0:
                 entries += 1
                 keep[above] = entries
+        self._views["keep"][:bucket] = keep
+        self._views["parent"][:bucket] = parents + [-1] * (bucket - len(parents))
 
 
 class CardRecord:
@@ -327,8 +333,13 @@ class CardModel(Qwen35):
         """Move the accepted rows of the last step into the caches, all layers at once."""
         if not any(p.rows for p in paths):
             return
+        self._path.write(paths)
+        self.settle_rows()
+
+    def settle_rows(self) -> None:
+        """Upload the paths written last and move their rows into the caches."""
         b, table = self._buffers, self.tables.card
-        path, lengths = self._path.fill(paths)
+        path, lengths = self._path.upload()
         planes = self._kv.planes
         attention.settle_kv(
             b.k_rows, b.v_rows, planes["k.data"], planes["v.data"], path, lengths, table["settled"], table["page_table"]
@@ -348,15 +359,22 @@ class Paths:
         self._host = torch.zeros(size, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._card = torch.zeros_like(self._host, device=device)
 
-    def fill(self, paths: Sequence[AcceptedPath]) -> tuple[torch.Tensor, torch.Tensor]:
-        """(path [R, MAX_DEPTH], lengths [R]) on the card; requests not listed have length 0."""
+    def write(self, paths: Sequence[AcceptedPath]) -> None:
+        """Host side of `fill`; requests not listed have length 0."""
         rows, lengths = self._views(self._host)
         lengths.zero_()
         for p in paths:
             rows[p.request, : len(p.rows)] = torch.tensor(p.rows, dtype=torch.int32)
             lengths[p.request] = len(p.rows)
+
+    def upload(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(path [R, MAX_DEPTH], lengths [R]) on the card."""
         self._card.copy_(self._host, non_blocking=True)
         return self._views(self._card)
+
+    def fill(self, paths: Sequence[AcceptedPath]) -> tuple[torch.Tensor, torch.Tensor]:
+        self.write(paths)
+        return self.upload()
 
     def _views(self, flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return flat[self._requests :].view(self._requests, MAX_DEPTH), flat[: self._requests]

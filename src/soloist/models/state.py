@@ -7,13 +7,14 @@ was never there.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 
 from soloist.models.step import VerifyStep, Where, token_rows
+from soloist.ops.top import Heads
 
 
 class KV(Protocol):
@@ -107,10 +108,20 @@ class Record:
 class Features:
     """hidden [T, H]: after the final norm; taps [T, n * H]: residual streams after the tapped layers, or None.
 
-    `logits` [T, V] where the step computed them along with the rest (on a card), else None.
+    A card also gives: `logits` [T, V], computed along with the rest; `heads`, which waits for the step and returns the
+    best entries of its rows; `gather`, which returns hidden and taps of some rows, good until the next step's.
     """
 
     hidden: torch.Tensor
     taps: torch.Tensor | None
     record: Settling | None
     logits: torch.Tensor | None = None
+    heads: Callable[[], Heads] | None = None
+    gather: Callable[[Sequence[int]], tuple[torch.Tensor, torch.Tensor | None]] | None = None
+
+    def kept(self, rows: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Hidden and taps of these rows."""
+        if self.gather is not None:
+            return self.gather(rows)
+        index = torch.tensor(rows, device=self.hidden.device)
+        return self.hidden.index_select(0, index), None if self.taps is None else self.taps.index_select(0, index)
