@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import resource
-import shutil
 import subprocess
 import sys
 from array import array
@@ -25,6 +25,7 @@ from soloist.cache.segments import Identity, SegmentData, open_segment, read_pag
 from soloist.cache.sessions import SessionStore
 from soloist.cache.snapshot import Snapshot
 from soloist.cache.tree import chain, root
+from tiny import build_tiny
 
 VOCAB = 256
 ME = Identity("model", "numerics", "target=bf16")
@@ -181,6 +182,17 @@ t.write_segment(Path({str(store.directory)!r}), t.ME, t._data())
     assert store.scan() == [] and list(store.directory.iterdir()) == []
 
 
+DAMAGE = {
+    "cut": "damaged",
+    "flipped": "damaged",
+    "empty": "damaged",
+    "other model": "belongs to another model",
+    "other format": "belongs to another kv_format",
+    "older version": "layout version",
+    "disk full": "session not saved",
+}
+
+
 def _damage(kind: str, path: Path) -> None:
     raw = path.read_bytes()
     if kind == "cut":
@@ -192,23 +204,49 @@ def _damage(kind: str, path: Path) -> None:
         path.write_bytes(b"")
 
 
-@pytest.mark.parametrize("kind", ["cut", "flipped", "empty"])
+@contextlib.contextmanager
+def _writes_end_after(nbytes: int) -> Iterator[None]:
+    """The file system takes no more than so many bytes of any file."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
 def test_an_engine_answers_right_after_damage(
-    tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str
+    tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    prompt = text(200, VOCAB, 91)
-    knobs = {"spec": "none", "lookup": "0", "session_dir": str(tmp_path / "s")}
-    with Arm(tiny_model, **knobs) as arm:
+    """One clear line, the cold answer, nothing half-written; and the next session is saved as ever."""
+    prompt, where = text(200, VOCAB, 91), tmp_path / "s"
+    knobs = {"spec": "none", "lookup": "0", "session_dir": str(where)}
+    model, saving = tiny_model, contextlib.nullcontext()
+    if kind == "disk full":
+        saving = _writes_end_after(512)
+    with caplog.at_level(logging.WARNING), Arm(model, **knobs) as arm:
         expected = arm.ask(prompt)
-        arm.quiet()
-    for path in (tmp_path / "s").iterdir():
+        with saving:
+            arm.quiet()
+    for path in where.iterdir():
         _damage(kind, path)
-    with caplog.at_level(logging.WARNING), Arm(tiny_model, **knobs) as arm:
+    if kind == "other model":
+        model = build_tiny(tmp_path / "other", seed=5)
+    elif kind == "other format":
+        knobs["kv_format"] = "int8"
+    elif kind == "older version":
+        monkeypatch.setattr(segments, "LAYOUT", segments.LAYOUT + 1)
+        monkeypatch.setattr(Identity.__init__, "__defaults__", (segments.LAYOUT,))
+    if kind in ("other model", "other format"):
+        with Arm(model, **{**knobs, "session_dir": "none", "prefix_cache": "0"}) as arm:
+            expected = arm.ask(prompt)
+    with caplog.at_level(logging.WARNING), Arm(model, **knobs) as arm:
         answer = arm.ask(prompt)
         assert answer.bits == expected.bits and answer.cached == 0
         arm.quiet()
-    lines = [r.getMessage() for r in caplog.records if "session file" in r.getMessage()]
-    assert len(lines) == 1 and "\n" not in lines[0] and "damaged" in lines[0]
-    with Arm(tiny_model, **knobs) as arm:  # saved anew over the damaged file
+    lines = [r.getMessage() for r in caplog.records if "session" in r.getMessage()]
+    assert len(lines) == 1 and "\n" not in lines[0] and DAMAGE[kind] in lines[0]
+    assert all(path.suffix == segments.SUFFIX for path in where.iterdir()), "something half-written was left"
+    with Arm(model, **knobs) as arm:  # saved anew, over or beside what was refused
         assert arm.ask(prompt).cached == 192
-    shutil.rmtree(tmp_path / "s")
