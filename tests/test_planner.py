@@ -200,6 +200,7 @@ def test_a_card_refuses_formats_its_kernels_do_not_read() -> None:
 
     card = torch.device("cuda")
     assert kv_formats(resolve({}, {}, {}), "bfloat16", card) == ("bf16", "bf16")
-    for knobs in ({"kv_format": "int8"}, {"kv_format_v": "fp8"}, {"ctx": "huge"}):
+    assert kv_formats(resolve({"kv_format": "int8", "kv_format_v": "fp8"}, {}, {}), "bfloat16", card) == ("int8", "fp8")
+    for knobs in ({"kv_format": "kvarn"}, {"ctx": "huge"}):
         with pytest.raises(SettingError, match="kernels of a card"):
             kv_formats(resolve(knobs, {}, {}), "bfloat16", card)

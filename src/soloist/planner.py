@@ -97,14 +97,14 @@ def kv_token_bytes(config: ModelConfig, choices: Choices) -> int:
     """Bytes of one token in all pages: the target's attention layers, and the MTP layer where it drafts."""
     key = choices.kv_format
     value = key if choices.kv_format_v == "same" else choices.kv_format_v
-    layers = len(config.attention_layers)
     heads, dim = config.num_kv_heads, config.head_dim
     if key == "kvarn":
         from soloist.cache.kvarn import record_bytes
 
-        target = layers * heads * record_bytes(dim) // 128
+        layer = heads * record_bytes(dim) // 128
     else:
-        target = layers * sum(bytes_per_token(token_codec(name), heads, dim) for name in (key, value))
+        layer = sum(bytes_per_token(token_codec(name), heads, dim) for name in (key, value))
+    target = len(config.attention_layers) * layer
     mtp = 2 * heads * dim * BYTES[choices.dtype] if choices.spec == "mtp" else 0
     return target + mtp
 
@@ -181,9 +181,12 @@ def step_items(config: ModelConfig, choices: Choices, taps: int = 0) -> list[Ite
     dk, dv, kv = config.linear_key_dim, config.linear_value_dim, config.num_kv_heads * config.head_dim
     queries = config.num_heads * config.head_dim
     deltas, attentions = len(config.linear_layers), len(config.attention_layers)
-    # Kept until the accepted path is known: inputs of the convolution, and keys, values and gates in fp32.
+    # Kept until the accepted path is known: inputs of the convolution, keys, values and gates in fp32, and the rows of
+    # attention as they will be stored (KVarN packs later and keeps them as computed).
+    target = replace(choices, spec="none")
+    stored = attentions * 2 * kv * act if choices.kv_format == "kvarn" else kv_token_bytes(config, target)
     delta = (config.conv_channels + hv * dv) * act + (hk * dk + hv * dv + 2 * hv) * 4
-    record = t * (deltas * delta + attentions * 2 * kv * act)
+    record = t * (deltas * delta + stored)
     row = (
         (3 + max(1, taps)) * config.hidden_size
         + 3 * config.intermediate_size

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from soloist import demo
+from soloist.cache.tiles import make_store
 from soloist.checkpoint.reader import open_checkpoint
 from soloist.engine.build import build_engine
 from soloist.engine.capacity import choices, drafter_of
@@ -105,7 +106,7 @@ def test_the_plan_is_what_an_engine_allocates(tiny_model: Path, knobs: dict[str,
         engine.close()
 
 
-@pytest.mark.parametrize("size", [{}, {"max_seqs": 1}, {"verify_rows": 5, "max_seqs": 2}])
+@pytest.mark.parametrize("size", [{}, {"max_seqs": 1, "kv_format": "int8"}, {"verify_rows": 5, "max_seqs": 2}])
 def test_step_buffers_are_those_of_the_card(tiny_model: Path, size: dict[str, int]) -> None:
     """Within 1 %: everything `CardModel` allocates for a verify step, splits of attention included."""
     pytest.importorskip("triton")
@@ -123,7 +124,11 @@ def test_step_buffers_are_those_of_the_card(tiny_model: Path, size: dict[str, in
     model = CardModel.__new__(CardModel)
     model.config, model.dtype, model.device, model.layers = config, torch.bfloat16, torch.device("cpu"), []
     model.shapes, model._tap_layers = shapes, (1, 3)
-    buffers = sum(t.nbytes for t in vars(model._allocate()).values())
+    kv = make_store(
+        *(chosen.kv_format,) * 2, layers=len(config.attention_layers), kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim, pages=2, slots=1, dtype=torch.bfloat16,
+    )  # fmt: skip
+    buffers = sum(t.nbytes for t in (*vars(model._allocate()).values(), *kv.row_planes(shapes.rows).values()))
     assert sum(item.nbytes for item in step_items(config, chosen, taps=2)) == pytest.approx(buffers, rel=0.01)
     partials = Partials.allocate(shapes.splits, config.num_heads, config.head_dim, model.device)
     splits = sum(t.nbytes for t in vars(partials).values())

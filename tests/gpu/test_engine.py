@@ -67,6 +67,34 @@ def test_company_changes_no_bit(model: Path, plain: dict[int, tuple]) -> None:
                 assert pending.answer().bits == plain[i], f"request {i} in {order}"
 
 
+FORMATS = {
+    "fp8": {"kv_format": "fp8"},
+    "int8": {"kv_format": "int8"},
+    "fp8+int8": {"kv_format": "fp8", "kv_format_v": "int8"},
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_kv_format_keeps_the_contracts(model: Path, plain: dict[int, tuple], name: str) -> None:
+    """E1, E2 and E3 over stored codes: a plain arm against a drafting tree, alone, in company, warm and captured."""
+    knobs = {"device": "cuda", "pool_tokens": "16384", **FORMATS[name]}
+    with Arm(model, **knobs, spec="none", lookup="0", prefix_cache="0") as arm:
+        prompts = _prompts(arm.engine.vocab_size)
+        expected = {i: arm.ask(p, TOKENS).bits for i, p in enumerate(prompts)}
+    assert expected != plain
+    with Arm(model, **knobs, spec="mtp", tree="1") as arm:
+        for i, prompt in enumerate(prompts):
+            assert arm.ask(prompt, TOKENS).bits == expected[i], f"prompt {i} alone"
+        running = {i: arm.start(prompt, TOKENS) for i, prompt in enumerate(prompts)}
+        for i, pending in running.items():
+            assert pending.answer().bits == expected[i], f"prompt {i} in company"
+        arm.quiet()
+        answer = arm.ask(prompts[-1], TOKENS)
+        assert answer.cached > 0 and answer.bits == expected[len(prompts) - 1]
+    with Arm(model, **knobs, spec="mtp", graphs="check", prefix_cache="0") as arm:
+        assert arm.ask(prompts[-2], TOKENS).bits == expected[len(prompts) - 2]
+
+
 def test_warm_equals_cold(model: Path, plain: dict[int, tuple]) -> None:
     with Arm(model, device="cuda", pool_tokens="16384", spec="mtp") as arm:
         prompts = _prompts(arm.engine.vocab_size)

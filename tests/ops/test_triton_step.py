@@ -11,6 +11,7 @@ from soloist.ops import attention as reference_attention
 from soloist.ops.conv import ancestor_conv
 from soloist.ops.gated_delta import DeltaInputs, delta_step, walk
 from soloist.ops.norms import gated_rms_norm, l2_normalise
+from soloist.ops.stored_rows import StoredRows
 from soloist.ops.triton import attention, delta
 
 TAPS = 4
@@ -152,7 +153,8 @@ def test_accepted_rows_are_settled_at_consecutive_positions(device: torch.device
     keys, values = (torch.zeros(2, 20 * PAGE, kv, dim, device=device) for _ in range(2))
     paths = [AcceptedPath(0, [0, 1, 2], (), 62), AcceptedPath(1, [5, 9], (), 127)]
     path, lengths = Paths(rig.shapes, device).fill(paths)
-    attention.settle_kv(k, v, keys, values, path, lengths, rig.card["settled"], rig.card["page_table"])
+    moved = (StoredRows(k), StoredRows(v)), (StoredRows(keys), StoredRows(values))
+    attention.settle_kv(*moved, path, lengths, rig.card["settled"], rig.card["page_table"])
     written = torch.zeros(20 * PAGE, dtype=torch.bool)
     for p, part in zip(paths, rig.batch, strict=True):
         index = token_rows(part.pages, part.settled + len(p.rows))[part.settled :]

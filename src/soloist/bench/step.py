@@ -120,13 +120,10 @@ class Bench:
         ]
         model, b, table = self.model, self.model._buffers, self.model.tables.card
         path, lengths = model._path.fill(paths)
-        planes = self.kv.planes
+        moved = self.kv.stored(None, model._rows), self.kv.stored(None)
 
         def settle() -> None:
-            attention.settle_kv(
-                b.k_rows, b.v_rows, planes["k.data"], planes["v.data"], path, lengths, table["settled"],
-                table["page_table"],
-            )  # fmt: skip
+            attention.settle_kv(*moved, path, lengths, table["settled"], table["page_table"])
             record = (b.dq, b.dk, b.dv, b.decay, b.beta)
             delta.fold(
                 self.state.all_states, self.state.all_conv, record, b.u, table["taps"], path, lengths, table["slots"]

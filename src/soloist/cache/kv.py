@@ -15,9 +15,10 @@ from collections.abc import Sequence
 
 import torch
 
-from soloist.cache.codecs import Codec, Planes, bytes_per_token, roundtrip
+from soloist.cache.codecs import Codec, Fp8Codec, Planes, bytes_per_token, roundtrip
 from soloist.cache.pages import PAGE
 from soloist.models.step import Where
+from soloist.ops.stored_rows import StoredRows
 
 
 class KVStore:
@@ -73,6 +74,12 @@ class KVStore:
         self, layer: int, index: torch.Tensor, k: torch.Tensor, v: torch.Tensor, where: Where | None = None
     ) -> None:
         """Store rows. index [n] int64 = page * 64 + lane, distinct; k, v [n, kv_heads, D] floating."""
+        if self._lanes.is_cuda:
+            from soloist.ops.triton.kv import write
+
+            for x, into in zip((k, v), self.stored(layer), strict=True):
+                write(x.to(self.dtype), index, into)
+            return
         for part, codec, x in (("k", self.codec_k, k), ("v", self.codec_v, v)):
             planes = self._part(part, layer)
             for name, rows in codec.encode(x, layer).items():
@@ -97,6 +104,24 @@ class KVStore:
     def roundtrip(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """k, v [n, kv_heads, D] as `read` will return them once written: what the rows of a step must read."""
         return roundtrip(self.codec_k, k, layer), roundtrip(self.codec_v, v, layer)
+
+    def stored(self, layer: int | None, planes: Planes | None = None) -> tuple[StoredRows, StoredRows]:
+        """Keys and values as the kernels of a card take them: of one layer, or of all ([layers, ...], codes only).
+
+        `planes` are rows of a running step (`row_planes`); by default the pages.
+        """
+        parts = []
+        for part, codec in (("k", self.codec_k), ("v", self.codec_v)):
+            named = {
+                n[2:]: p if layer is None else p[layer] for n, p in (planes or self.planes).items() if n[0] == part
+            }
+            factor = codec.scale(layer) if isinstance(codec, Fp8Codec) and layer is not None else 1.0
+            parts.append(StoredRows(named["data"], named.get("scale"), factor))
+        return parts[0], parts[1]
+
+    def row_planes(self, rows: int) -> Planes:
+        """Room for `rows` rows of a running step as they will be stored: the planes' names, [layers, rows, ...]."""
+        return {n: p.new_zeros(self.layers, rows, *p.shape[2:]) for n, p in self.planes.items()}
 
     def export_slot(self, slot: int, cut: int) -> dict[str, torch.Tensor]:
         """Host copies of what is kept per state slot beside the pages after `cut` settled tokens; here nothing."""

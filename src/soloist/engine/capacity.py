@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from soloist.cache.codecs import TOKEN_FORMATS
 from soloist.cache.pages import PAGE, pages_for
 from soloist.checkpoint.config import DrafterConfig
 from soloist.checkpoint.reader import Checkpoint, open_checkpoint
@@ -18,9 +19,9 @@ from soloist.engine.drafters import drafter_directory, drafter_kind
 from soloist.errors import CapacityError, SettingError
 from soloist.planner import (
     BYTES,
-    Choices,
     GRAPHS,
     MIB,
+    Choices,
     kv_token_bytes,
     pool_pages,
     slot_items,
@@ -32,8 +33,8 @@ from soloist.settings import Settings
 
 CPU_CONTEXT = 8192  # MAX_LEN=auto on a CPU: more than anyone waits for
 CPU_RESIDENTS = 4
-# What the verify kernels in ops/triton read from pages. Others are refused on a card rather than misread.
-CARD_FORMATS = ("bf16",)
+# What the kernels in ops/triton read from pages. KVarN's tiles are refused on a card rather than misread.
+CARD_FORMATS = TOKEN_FORMATS
 PROFILES = {"fast": "", "long": "fp8", "huge": "kvarn"}
 SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
@@ -50,7 +51,7 @@ def kv_formats(settings: Settings, dtype: str, device: torch.device | None = Non
         asked = f"KV_FORMAT={settings.kv_format}" if settings.kv_format != "auto" else f"CTX={settings.ctx}"
         raise SettingError(
             f"{asked} stores {key} keys and {value} values, which the kernels of a card do not read yet.",
-            f"Set KV_FORMAT={CARD_FORMATS[0]}, or DEVICE=cpu.",
+            "Set KV_FORMAT=int8 or fp8 (CTX=long), or DEVICE=cpu.",
         )
     if key == "kvarn" and value != "kvarn":
         raise SettingError(

@@ -111,7 +111,8 @@ class Scheduler:
     def _slice(self, request: Request) -> PrefillSlice:
         left = len(request.prompt) - request.settled
         if self.decoding:
-            tokens = int(self._slice_ms / self._ms_per_token)
+            # What a slice needs is planned for IDLE_SLICE_TOKENS.
+            tokens = min(int(self._slice_ms / self._ms_per_token), IDLE_SLICE_TOKENS)
         else:
             tokens = IDLE_SLICE_TOKENS
         tokens = max(GRID, tokens // GRID * GRID)

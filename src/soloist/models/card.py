@@ -21,9 +21,9 @@ from soloist.checkpoint.config import ModelConfig
 from soloist.models.layers import Attention, DeltaNet, Loader
 from soloist.models.qwen3_5 import Progress, Qwen35
 from soloist.models.state import KV, AcceptedPath, Caches, Features, State
-from soloist.models.step import PrefillStep, VerifyStep
+from soloist.models.step import GRID, PrefillStep, VerifyStep
 from soloist.ops.card_products import CardLinear
-from soloist.ops.triton import attention, delta, rows
+from soloist.ops.triton import attention, delta, prefill, rows
 
 MAX_DEPTH = 32
 
@@ -158,9 +158,7 @@ class _Buffers:
     scratch: torch.Tensor
     logits: torch.Tensor
     taps: torch.Tensor
-    # the record, one entry per layer
-    k_rows: torch.Tensor
-    v_rows: torch.Tensor
+    # the record, one entry per layer; keys and values are in `CardModel._rows`
     u: torch.Tensor
     ba: torch.Tensor
     dq: torch.Tensor
@@ -183,13 +181,14 @@ class CardModel(Qwen35):
         self.tables = Tables(shapes, self.config.conv_kernel, self.device)
         self._path = Paths(shapes, self.device)
         self._buffers = self._allocate()
+        self._rows = kv.row_planes(shapes.rows)
         self._partials = attention.Partials.allocate(
             shapes.splits, self.config.num_heads, self.config.head_dim, self.device
         )
 
     def _allocate(self) -> _Buffers:
         c, t = self.config, self.shapes.rows
-        attentions, deltas = len(c.attention_layers), len(c.linear_layers)
+        deltas = len(c.linear_layers)
         hk, hv, dk, dv = c.linear_key_heads, c.linear_value_heads, c.linear_key_dim, c.linear_value_dim
         qkvz = c.conv_channels + hv * dv
         gates = next((m.ba.out_features for _, m, _ in self.layers if isinstance(m, DeltaNet) and m.ba), 2)
@@ -213,8 +212,6 @@ class CardModel(Qwen35):
             scratch=full(self.shapes.branches + 1, hv, dk, dv),
             logits=half(t, c.vocab_size),
             taps=half(t, max(1, len(self._tap_layers)) * c.hidden_size),
-            k_rows=half(attentions, t, c.num_kv_heads, c.head_dim),
-            v_rows=half(attentions, t, c.num_kv_heads, c.head_dim),
             u=half(deltas, t, qkvz),
             ba=half(t, gates),
             dq=full(t, hk, dk),
@@ -234,6 +231,11 @@ class CardModel(Qwen35):
         b, count = self._buffers, step.rows
         tapped = b.taps[:count] if self._tap_layers else None
         return Features(b.h[:count], tapped, CardRecord(self), b.logits[:count])
+
+    def _attend_prompt(
+        self, layer: int, q: torch.Tensor, step: PrefillStep, caches: Caches, scale: float
+    ) -> torch.Tensor:
+        return prefill.prefill_attention(q, *caches.kv.stored(layer), step.start, GRID, scale, step.page_rows)
 
     def bucket(self, count: int) -> int:
         """Rows the sequence is run with for a step of `count` rows; eagerly there is no need to round up."""
@@ -290,14 +292,11 @@ class CardModel(Qwen35):
     ) -> None:
         b, c = self._buffers, self.config
         qkv, q = b.qkv[:count], b.q[:count]
-        k, v = b.k_rows[layer, :count], b.v_rows[layer, :count]
+        k, v = self._kv.stored(layer, self._rows)
         _decode(mixer.qkv, h, qkv)
         rows.qk_prepare(qkv, mixer.factors, table["rotary"], self.inverse, c.eps, q, k, v)
         mixed = b.mixed[: count * c.num_heads * c.head_dim].view(count, -1)
-        planes = self._kv.planes
-        attention.verify_attention(
-            q, k, v, planes["k.data"][layer], planes["v.data"][layer], table, self._partials, qkv, mixed, mixer.scale
-        )
+        attention.verify_attention(q, k, v, *self._kv.stored(layer), table, self._partials, qkv, mixed, mixer.scale)
         _decode(mixer.out, mixed, out)
 
     def _delta_rows(
@@ -340,10 +339,10 @@ class CardModel(Qwen35):
         """Upload the paths written last and move their rows into the caches."""
         b, table = self._buffers, self.tables.card
         path, lengths = self._path.upload()
-        planes = self._kv.planes
         attention.settle_kv(
-            b.k_rows, b.v_rows, planes["k.data"], planes["v.data"], path, lengths, table["settled"], table["page_table"]
-        )
+            self._kv.stored(None, self._rows), self._kv.stored(None), path, lengths, table["settled"],
+            table["page_table"],
+        )  # fmt: skip
         record = (b.dq, b.dk, b.dv, b.decay, b.beta)
         delta.fold(
             self._state.all_states, self._state.all_conv, record, b.u, table["taps"], path, lengths, table["slots"]

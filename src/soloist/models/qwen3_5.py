@@ -115,9 +115,15 @@ class Qwen35:
             o = tiled.prefill(caches.kv, layer, q, k, v, step, mixer.scale)
         else:
             caches.kv.write(layer, step.page_rows[step.start :], k, v)
-            keys, values = caches.kv.read_rows(layer, step.page_rows)
-            o = prefill_attention(q, keys, values, step.start, GRID, mixer.scale)
+            o = self._attend_prompt(layer, q, step, caches, mixer.scale)
         return mixer.finish(o, gate, x)
+
+    def _attend_prompt(
+        self, layer: int, q: torch.Tensor, step: PrefillStep, caches: Caches, scale: float
+    ) -> torch.Tensor:
+        """Prompt rows q [T, H, D] over all keys up to theirs, which are written already."""
+        keys, values = caches.kv.read_rows(layer, step.page_rows)
+        return prefill_attention(q, keys, values, step.start, GRID, scale)
 
     def _delta(
         self,

@@ -14,7 +14,10 @@ from typing import Protocol
 import torch
 
 from soloist.models.step import VerifyStep, Where, token_rows
+from soloist.ops.stored_rows import StoredRows
 from soloist.ops.top import Heads
+
+Planes = dict[str, torch.Tensor]
 
 
 class KV(Protocol):
@@ -30,6 +33,10 @@ class KV(Protocol):
     def read_rows(self, layer: int, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]: ...
 
     def roundtrip(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+    def stored(self, layer: int | None, planes: Planes | None = None) -> tuple[StoredRows, StoredRows]: ...
+
+    def row_planes(self, rows: int) -> Planes: ...
 
 
 class State(Protocol):

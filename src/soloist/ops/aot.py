@@ -161,6 +161,7 @@ def step_calls(
 ) -> dict[str, Callable[[], object]]:
     """The Triton launches of a verify step at one shape, on empty CPU tensors of 16-bit activations."""
     from soloist.ops import top
+    from soloist.ops.stored_rows import StoredRows
     from soloist.ops.triton import attention, delta, delta_prefill, prefill, rows
     from soloist.ops.triton.conv import causal_conv
     from soloist.ops.triton.dense import DenseProduct
@@ -201,7 +202,8 @@ def step_calls(
             q, k_rows, k_rows, keys, keys, table, partials, qkv, half(t, heads * dim), 0.1
         ),
         "settle_kv": lambda: attention.settle_kv(
-            k_rows[None], k_rows[None], keys[None], keys[None], index(r, 32), index(r), index(r), index(r, pages)
+            (StoredRows(k_rows[None]),) * 2, (StoredRows(keys[None]),) * 2, index(r, 32), index(r), index(r),
+            index(r, pages),
         ),
         "prepare": lambda: delta.prepare(
             u, ba, half(2, taps - 1, channels), index(t, taps), index(t), index(r), full(taps, channels), full(hv),
@@ -231,6 +233,49 @@ def step_calls(
     }  # fmt: skip
 
 
+def format_calls(heads: int, kv: int, dim: int, rope: int, name: str) -> dict[str, Callable[[], object]]:
+    """The launches that know a KV format, at one shape; `name` as in `cache/codecs.py`."""
+    from soloist.cache.codecs import token_codec
+    from soloist.cache.kv import KVStore
+    from soloist.ops.triton import attention, prefill, rows
+    from soloist.ops.triton.kv import write
+
+    t, r, pages = 16, 2, 8
+    codec = token_codec(name)
+    store = KVStore(
+        layers=1, kv_heads=kv, head_dim=dim, pages=r * pages, codec_k=codec, codec_v=codec, dtype=torch.bfloat16
+    )
+    mine = store.row_planes(t)
+
+    def half(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.bfloat16)
+
+    def index(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype)
+
+    qkv, q = half(t, 2 * (heads + kv) * dim), half(t, heads, dim)
+    table = {n: index(r) for n in ("starts", "counts", "settled")}
+    table |= {n: index(t) for n in ("request", "positions", "parts")}
+    table |= {"page_table": index(r, pages), "lanes": index(t, 32)}
+    partials = attention.Partials.allocate(64, heads, dim, torch.device("cpu"))
+    return {
+        "qk_prepare": lambda: rows.qk_prepare(
+            qkv, torch.zeros(heads + kv, dim), table["positions"], torch.zeros(rope // 2), 1e-6, q,
+            *store.stored(0, mine),
+        ),
+        "verify_attention": lambda: attention.verify_attention(
+            q, *store.stored(0, mine), *store.stored(0), table, partials, qkv, half(t, heads * dim), 0.1
+        ),
+        "settle_kv": lambda: attention.settle_kv(
+            store.stored(None, mine), store.stored(None), index(r, 32), index(r), index(r), index(r, pages)
+        ),
+        "write": lambda: write(half(t, kv, dim), index(t, dtype=torch.int64), store.stored(0)[0]),
+        "prefill_attention": lambda: prefill.prefill_attention(
+            half(128, heads, dim), *store.stored(0), 0, 64, 0.1, index(128, dtype=torch.int64)
+        ),
+    }  # fmt: skip
+
+
 def all_calls() -> dict[str, Callable[[], object]]:
     """The launches at 27B and demo shapes, states in fp16 and fp32."""
     shapes = {
@@ -238,7 +283,11 @@ def all_calls() -> dict[str, Callable[[], object]]:
         "27B, fp32": (5120, 17408, 24, 4, 256, 64, 16, 48, 128, torch.float32),
         "demo": (256, 768, 4, 2, 64, 16, 2, 4, 32, torch.float32),
     }
-    return {f"{op}, {at}": call for at, shape in shapes.items() for op, call in step_calls(*shape).items()}
+    calls = {f"{op}, {at}": call for at, shape in shapes.items() for op, call in step_calls(*shape).items()}
+    for name in ("fp8", "int8"):
+        for at, shape in {"27B": (24, 4, 256, 64), "demo": (4, 2, 64, 16)}.items():
+            calls |= {f"{op}, {at}, {name}": call for op, call in format_calls(*shape, name).items()}
+    return calls
 
 
 def main(archs: list[int]) -> int:

@@ -5,8 +5,11 @@ A key's lane is its absolute position. Splits that lie wholly in the settled pas
 ancestors in the lanes after the settled ones. Both walk a split page by page with the same products, so it does not
 matter to a row's bits which of the two computed a split, nor how many rows came along. Reference: `ops/attention.py`.
 
-What can go wrong: a product whose inner order depends on the tile's row count. Row tiles stay below 64, where every
-supported card uses the same 16-row MMA.
+Keys and values are decoded as they are read (`kv.py`), those of the running step too: they stand in its buffers as
+they will be stored.
+
+What can go wrong: a product whose inner order depends on the tile's row count. Every tile has ROW_TILE rows, however
+few of them are real: sixteen to a warp, as both generations of matrix instructions have it.
 """
 
 from __future__ import annotations
@@ -17,11 +20,14 @@ import torch
 import triton
 import triton.language as tl
 
+from soloist.ops.stored_rows import StoredRows
+from soloist.ops.triton import kv as stored
 from soloist.ops.triton import pdl
 
 PAGE = 64
 SPLIT = 256
-ROW_TILE = 32
+ROW_TILE = 64
+COMBINED = 32  # partial results that are on their way together
 
 
 @triton.jit
@@ -39,9 +45,10 @@ def _block(q, k, v, visible, top, total, acc, scale):
 
 @triton.jit
 def _past(
-    q, keys, values, page_table, starts, counts, settled, parts, acc_out, top_out, total_out, scale, pages_stride,
+    q, keys, k_scales, k_factor, values, v_scales, v_factor, page_table, starts, counts, settled, parts,
+    acc_out, top_out, total_out, scale, pages_stride,
     HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, M: tl.constexpr, SPLIT: tl.constexpr, PAGE: tl.constexpr,
-    TILES: tl.constexpr, PDL: tl.constexpr,
+    TILES: tl.constexpr, K_KIND: tl.constexpr, V_KIND: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     pdl.begin(PDL)
     split = tl.program_id(0) // TILES
@@ -64,9 +71,9 @@ def _past(
         acc = tl.zeros((M, D), tl.float32)
         for b in range(SPLIT // PAGE):
             page = tl.load(page_table + request * pages_stride + split * (SPLIT // PAGE) + b).to(tl.int64)
-            at_kv = ((page * PAGE + lane) * KV + kv)[:, None] * D + cols[None, :]
-            k = tl.load(keys + at_kv)
-            v = tl.load(values + at_kv)
+            at_kv = (page * PAGE + lane) * KV + kv
+            k = stored.load(keys, k_scales, k_factor, at_kv, cols, D, qt.dtype, K_KIND)
+            v = stored.load(values, v_scales, v_factor, at_kv, cols, D, qt.dtype, V_KIND)
             top, total, acc = _block(qt, k, v, True, top, total, acc, scale)
         part = (tl.load(parts + row, mask=mine, other=0) + split).to(tl.int64) * HEADS + head
         tl.store(acc_out + part[:, None] * D + cols[None, :], acc, mask=mine[:, None])
@@ -76,10 +83,11 @@ def _past(
 
 @triton.jit
 def _recent(
-    q, k_rows, v_rows, keys, values, page_table, request_of, positions, settled, lanes, parts,
-    acc_out, top_out, total_out, scale, pages_stride, lanes_stride,
+    q, k_rows, k_row_scales, v_rows, v_row_scales, keys, k_scales, k_factor, values, v_scales, v_factor,
+    page_table, request_of, positions, settled, lanes, parts, acc_out, top_out, total_out,
+    scale, pages_stride, lanes_stride,
     HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, M: tl.constexpr, SPLIT: tl.constexpr, PAGE: tl.constexpr,
-    PDL: tl.constexpr,
+    K_KIND: tl.constexpr, V_KIND: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     pdl.begin(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -103,16 +111,18 @@ def _recent(
         for begin in range(split * SPLIT, last, PAGE):
             where = begin + lane
             old = where < length
-            own = (where >= length) & (where <= position)
+            seen = where <= position
             page = tl.load(page_table + request * pages_stride + begin // PAGE).to(tl.int64)
-            old_at = ((page * PAGE + lane) * KV + kv)[:, None] * D + cols[None, :]
-            ancestor = tl.load(lanes + row * lanes_stride + (where - length), mask=own, other=0).to(tl.int64)
-            own_at = (ancestor * KV + kv)[:, None] * D + cols[None, :]
-            k = tl.load(keys + old_at, mask=old[:, None], other=0.0)
-            k += tl.load(k_rows + own_at, mask=own[:, None], other=0.0)
-            v = tl.load(values + old_at, mask=old[:, None], other=0.0)
-            v += tl.load(v_rows + own_at, mask=own[:, None], other=0.0)
-            top, total, acc = _block(qt, k, v, (where <= position)[None, :], top, total, acc, scale)
+            old_at = (page * PAGE + lane) * KV + kv
+            ancestor = tl.load(lanes + row * lanes_stride + (where - length), mask=seen & (where >= length), other=0)
+            own_at = ancestor.to(tl.int64) * KV + kv
+            k = stored.load_either(
+                keys, k_scales, k_rows, k_row_scales, k_factor, old_at, own_at, old, seen, cols, D, qt.dtype, K_KIND
+            )
+            v = stored.load_either(
+                values, v_scales, v_rows, v_row_scales, v_factor, old_at, own_at, old, seen, cols, D, qt.dtype, V_KIND
+            )
+            top, total, acc = _block(qt, k, v, seen[None, :], top, total, acc, scale)
         part = (tl.load(parts + row) + split).to(tl.int64) * HEADS + head
         tl.store(acc_out + part[:, None] * D + cols[None, :], acc, mask=mine[:, None])
         tl.store(top_out + part, top, mask=mine)
@@ -170,10 +180,10 @@ class Partials:
 
 def verify_attention(
     q: torch.Tensor,
-    k_rows: torch.Tensor,
-    v_rows: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
+    k_rows: StoredRows | torch.Tensor,
+    v_rows: StoredRows | torch.Tensor,
+    keys: StoredRows | torch.Tensor,
+    values: StoredRows | torch.Tensor,
     table: dict[str, torch.Tensor],
     partials: Partials,
     qkv: torch.Tensor,
@@ -182,77 +192,96 @@ def verify_attention(
 ) -> torch.Tensor:
     """out [T, H * D] = sigmoid(gate) * attention of every row over its settled keys and its ancestors.
 
-    q [T, H, D]; k_rows, v_rows [T, kv, D]: the step's rows; keys, values [pages * 64, kv, D]: one layer's planes;
-    `table` int32: page_table [R, P], starts, counts, settled [R], request, positions, parts [T], lanes [T, depth] (the
-    step's row at each depth of a row's path); qkv: the fused projection, whose query halves carry the gate. D a power
-    of two.
+    q [T, H, D]; k_rows, v_rows [T, kv, D]: the step's rows as they will be stored; keys, values [pages * 64, kv, D]:
+    one layer's planes; `table` int32: page_table [R, P], starts, counts, settled [R], request, positions, parts [T],
+    lanes [T, depth] (the step's row at each depth of a row's path); qkv: the fused projection, whose query halves carry
+    the gate. D a power of two. Rows and planes of keys have one form, those of values another if need be.
     """
+    k_rows, v_rows, keys, values = (StoredRows.of(x) for x in (k_rows, v_rows, keys, values))
     rows, heads, dim = q.shape
-    kv = keys.shape[1]
+    kv = keys.data.shape[1]
     group = heads // kv
-    assert dim == triton.next_power_of_2(dim) and keys.is_contiguous() and values.is_contiguous()
+    assert dim == triton.next_power_of_2(dim) and group <= ROW_TILE
+    kinds = stored.kind(keys), stored.kind(values)
+    assert kinds == (stored.kind(k_rows), stored.kind(v_rows))
     pages = table["page_table"]
     requests, pages_stride = pages.shape
     splits = pages_stride * PAGE // SPLIT
     on = pdl.dependent(q)
     tiles = triton.cdiv(rows * group, ROW_TILE)
+    stages = 2 if pdl.shared_memory(q) >= 163840 else 1
+    past = (*stored.arguments(keys), *stored.arguments(values))
     if splits:
         _past[(splits * tiles, kv, requests)](
-            q, keys, values, pages, table["starts"], table["counts"], table["settled"], table["parts"],
+            q, *past, pages, table["starts"], table["counts"], table["settled"], table["parts"],
             partials.acc, partials.top, partials.total, scale, pages_stride,
-            heads, kv, dim, ROW_TILE, SPLIT, PAGE, TILES=tiles, PDL=on, num_warps=4, num_stages=2, **pdl.launch(on),
+            heads, kv, dim, ROW_TILE, SPLIT, PAGE, tiles, *kinds, PDL=on, num_warps=8, num_stages=stages,
+            **pdl.launch(on),
         )  # fmt: skip
     _recent[(rows, kv, 2)](
-        q, k_rows, v_rows, keys, values, pages, table["request"], table["positions"], table["settled"], table["lanes"],
+        q, *stored.arguments(k_rows)[:2], *stored.arguments(v_rows)[:2], *past, pages, table["request"],
+        table["positions"], table["settled"], table["lanes"],
         table["parts"], partials.acc, partials.top, partials.total, scale, pages_stride, table["lanes"].stride(0),
-        heads, kv, dim, max(16, triton.next_power_of_2(group)), SPLIT, PAGE, PDL=on, num_warps=4, num_stages=1,
+        heads, kv, dim, ROW_TILE, SPLIT, PAGE, *kinds, PDL=on, num_warps=8, num_stages=1,
         **pdl.launch(on),
     )  # fmt: skip
     _combine[(rows, heads)](
         partials.acc, partials.top, partials.total, table["parts"], table["positions"], qkv, out, qkv.stride(0),
-        heads, dim, SPLIT, BLOCK=8, PDL=on, num_warps=2, **pdl.launch(on),
+        heads, dim, SPLIT, BLOCK=COMBINED, PDL=on, num_warps=4, **pdl.launch(on),
     )  # fmt: skip
     return out
 
 
 @triton.jit
 def _settle_kv(
-    k_rows, v_rows, keys, values, path, lengths, settled, page_table,
-    rows_layer, planes_layer, path_stride, pages_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr,
+    k_rows, k_row_scales, v_rows, v_row_scales, keys, k_scales, values, v_scales, path, lengths, settled, page_table,
+    rows_layer, planes_layer, path_stride, pages_stride,
+    HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr,
+    K_SCALED: tl.constexpr, V_SCALED: tl.constexpr,
 ):  # fmt: skip
     layer = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1)
     request = tl.program_id(2)
     if i < tl.load(lengths + request):
         position = tl.load(settled + request) + i
-        row = tl.load(path + request * path_stride + i).to(tl.int64)
         page = tl.load(page_table + request * pages_stride + position // PAGE).to(tl.int64)
+        source = layer * rows_layer + tl.load(path + request * path_stride + i).to(tl.int64)
+        target = layer * planes_layer + page * PAGE + position % PAGE
         cols = tl.arange(0, BLOCK)
         inside = cols < WIDTH
-        source = layer * rows_layer + row * WIDTH + cols
-        target = layer * planes_layer + (page * PAGE + position % PAGE) * WIDTH + cols
-        tl.store(keys + target, tl.load(k_rows + source, mask=inside), mask=inside)
-        tl.store(values + target, tl.load(v_rows + source, mask=inside), mask=inside)
+        k = tl.load(k_rows + source * WIDTH + cols, mask=inside)
+        v = tl.load(v_rows + source * WIDTH + cols, mask=inside)
+        tl.store(keys + target * WIDTH + cols, k, mask=inside)
+        tl.store(values + target * WIDTH + cols, v, mask=inside)
+        heads = cols < HEADS
+        if K_SCALED:
+            scale = tl.load(k_row_scales + source * HEADS + cols, mask=heads)
+            tl.store(k_scales + target * HEADS + cols, scale, mask=heads)
+        if V_SCALED:
+            scale = tl.load(v_row_scales + source * HEADS + cols, mask=heads)
+            tl.store(v_scales + target * HEADS + cols, scale, mask=heads)
 
 
 def settle_kv(
-    k_rows: torch.Tensor,
-    v_rows: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
+    rows: tuple[StoredRows, StoredRows],
+    planes: tuple[StoredRows, StoredRows],
     path: torch.Tensor,
     lengths: torch.Tensor,
     settled: torch.Tensor,
     page_table: torch.Tensor,
 ) -> None:
-    """Write the accepted rows of every layer to consecutive positions from `settled` on.
+    """Move the accepted rows of every layer, as they are, to consecutive positions from `settled` on.
 
-    k_rows, v_rows [L, T, kv, D]; keys, values [L, pages * 64, kv, D]; path int32 [R, longest]; lengths, settled [R].
+    rows: keys and values [L, T, kv, D]; planes: [L, pages * 64, kv, D], of the same forms; path int32 [R, longest];
+    lengths, settled [R].
     """
-    layers = k_rows.shape[0]
-    width = k_rows.shape[2] * k_rows.shape[3]
+    (k_rows, v_rows), (keys, values) = rows, planes
+    layers, count, heads, dim = k_rows.data.shape
+    width = heads * dim
     _settle_kv[(layers, path.shape[1], lengths.numel())](
-        k_rows, v_rows, keys, values, path, lengths, settled, page_table,
-        k_rows.stride(0), keys.stride(0), path.stride(0), page_table.stride(0),
-        width, triton.next_power_of_2(width), PAGE, num_warps=4,
+        *stored.arguments(k_rows)[:2], *stored.arguments(v_rows)[:2], *stored.arguments(keys)[:2],
+        *stored.arguments(values)[:2], path, lengths, settled, page_table,
+        count, keys.data.shape[1], path.stride(0), page_table.stride(0),
+        heads, width, triton.next_power_of_2(width), PAGE, keys.scale is not None, values.scale is not None,
+        num_warps=4,
     )  # fmt: skip

@@ -10,6 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
+from soloist.ops.stored_rows import StoredRows
+from soloist.ops.triton import kv as stored
 from soloist.ops.triton import pdl
 
 
@@ -70,9 +72,9 @@ def silu_mul(gate_up: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
 
 @triton.jit
 def _qk_prepare(
-    qkv, factors, positions, inverse, q_out, k_out, v_out, stride, eps,
+    qkv, factors, positions, inverse, q_out, k_out, k_scales, k_factor, v_out, v_scales, v_factor, stride, eps,
     HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
+    K_KIND: tl.constexpr, V_KIND: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     pdl.begin(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -81,13 +83,11 @@ def _qk_prepare(
     inside = cols < D
     if head < HEADS:
         source = qkv + row * stride + head * 2 * D
-        target = q_out + (row * HEADS + head) * D
     else:
         source = qkv + row * stride + HEADS * 2 * D + (head - HEADS) * D
-        target = k_out + (row * KV + head - HEADS) * D
     if head >= HEADS + KV:  # values pass through
-        target = v_out + (row * KV + head - HEADS - KV) * D
-        tl.store(target + cols, tl.load(source + cols, mask=inside, other=0.0), mask=inside)
+        passed = tl.load(source + cols, mask=inside, other=0.0)
+        stored.store(v_out, v_scales, v_factor, row * KV + head - HEADS - KV, passed, cols, inside, D, V_KIND)
     else:
         value = tl.load(source + cols, mask=inside, other=0.0).to(tl.float32)
         scale = 1.0 / tl.sqrt(tl.sum(value * value, 0) / D + eps)
@@ -106,7 +106,11 @@ def _qk_prepare(
         angle = tl.load(positions + row).to(tl.float32) * frequency
         cos, sin = tl.cos(angle), tl.sin(angle)
         rotated = tl.where(cols < HALF, normed * cos - other * sin, normed * cos + other * sin)
-        tl.store(target + cols, tl.where(turned, rotated, normed).to(q_out.dtype.element_ty), mask=inside)
+        turned_row = tl.where(turned, rotated, normed).to(q_out.dtype.element_ty)
+        if head < HEADS:
+            tl.store(q_out + (row * HEADS + head) * D + cols, turned_row, mask=inside)
+        else:
+            stored.store(k_out, k_scales, k_factor, row * KV + head - HEADS, turned_row, cols, inside, D, K_KIND)
 
 
 def qk_prepare(
@@ -116,19 +120,21 @@ def qk_prepare(
     inverse: torch.Tensor,
     eps: float,
     q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    k: StoredRows | torch.Tensor,
+    v: StoredRows | torch.Tensor,
 ) -> None:
-    """Split the fused projection, norm and rotate q and k, copy v.
+    """Split the fused projection, norm and rotate q and k, copy v; keys and values are written as they will be stored.
 
     qkv [T, n * 2D + 2 * kv * D] (query and gate per head); factors [n + kv, D] fp32; positions [T] int; inverse [R / 2]
     fp32; writes q [T, n, D], k, v [T, kv, D].
     """
     rows, heads, dim = q.shape
-    kv = k.shape[1]
-    assert qkv.stride(1) == 1 and q.is_contiguous() and k.is_contiguous() and v.is_contiguous()
+    k, v = StoredRows.of(k), StoredRows.of(v)
+    kv = k.data.shape[1]
+    assert qkv.stride(1) == 1 and q.is_contiguous()
     on = pdl.dependent(qkv)
     _qk_prepare[(rows, heads + 2 * kv)](
-        qkv, factors, positions, inverse, q, k, v, qkv.stride(0), eps,
-        heads, kv, dim, inverse.numel(), triton.next_power_of_2(dim), PDL=on, num_warps=2, **pdl.launch(on),
+        qkv, factors, positions, inverse, q, *stored.arguments(k), *stored.arguments(v), qkv.stride(0), eps,
+        heads, kv, dim, inverse.numel(), triton.next_power_of_2(dim), stored.kind(k), stored.kind(v), PDL=on,
+        num_warps=2, **pdl.launch(on),
     )  # fmt: skip
