@@ -168,9 +168,21 @@ def test_dotenv_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = from_process({"max_seqs": "2"}, tmp_path)
     assert (settings.port, settings.model, settings.host, settings.max_seqs) == (9000, "a b", "127.0.0.1", 2)
     assert settings.given("port") and not settings.given("host")
-    (tmp_path / ".env").write_text("PORT\n")
-    with pytest.raises(SettingError, match="PORT"):
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("HOST=::1\n\nPORT\n", "line 3: `PORT` has no value"),
+        ("# one\n\n  \nthis is no setting\nPORT=9000\n", "line 4: 'this is no setting' is not NAME=VALUE"),
+        ("PORT=9000\nMODEL='never closed\n", "line 2: .* is not NAME=VALUE"),
+    ],
+)
+def test_a_broken_line_in_dotenv_is_named(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / ".env").write_text(text)
+    with pytest.raises(SettingError, match=message) as refused:
         read_dotenv(tmp_path / ".env")
+    assert str(tmp_path / ".env") in refused.value.message and refused.value.remedy
 
 
 def test_the_example_dotenv_is_valid() -> None:

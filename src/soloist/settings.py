@@ -230,15 +230,26 @@ def from_process(flags: Mapping[str, str | None] | None = None, directory: Path 
 
 
 def read_dotenv(path: Path) -> dict[str, str | None]:
-    """The pairs of a `.env` file; empty when there is no file. A line without `=` is refused."""
+    """The pairs of a `.env` file; empty when there is no file. SettingError names the line that is not NAME=VALUE."""
     if not path.is_file():
         return {}
-    from dotenv import dotenv_values
+    from dotenv.parser import parse_stream
 
-    pairs = dict(dotenv_values(path, interpolate=False))
-    for name, value in pairs.items():
-        if value is None:
-            raise SettingError(f"{path}: `{name}` has no value.", f"Write {name}=VALUE, or remove the line.")
+    pairs: dict[str, str | None] = {}
+    with path.open(encoding="utf-8") as stream:
+        for item in parse_stream(stream):
+            text = item.original.string
+            line = item.original.line + text[: len(text) - len(text.lstrip())].count("\n")
+            if item.error:
+                raise SettingError(
+                    f"{path}, line {line}: {text.strip()!r} is not NAME=VALUE.", "Mend it, or begin it with #."
+                )
+            if item.key is not None and item.value is None:
+                raise SettingError(
+                    f"{path}, line {line}: `{item.key}` has no value.", f"Write {item.key}=VALUE, or remove the line."
+                )
+            if item.key is not None:
+                pairs[item.key] = item.value
     return pairs
 
 

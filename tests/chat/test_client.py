@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import http.server
 import json
+import threading
 from typing import Any
 
 import pytest
@@ -115,6 +117,14 @@ def test_nobody_there_and_somebody_else_there(server) -> None:
     with pytest.raises(UserError, match="not as an OpenAI-compatible server"):
         client.served()
     client.close()
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler) as page:
+        threading.Thread(target=page.serve_forever, daemon=True).start()
+        client = Client(f"http://127.0.0.1:{page.server_port}")
+        with pytest.raises(UserError, match="not as an OpenAI-compatible server") as refused:
+            client.served()  # 501 and a page of HTML
+        client.close()
+        page.shutdown()
+    assert "<" not in str(refused.value)
 
 
 def test_events_are_framed_by_blank_lines() -> None:

@@ -63,16 +63,17 @@ class Client:
             reply = self._http.get("/v1/models")
         except httpx.HTTPError as error:
             raise UserError(f"No server answers at {self.url} ({error}).", "Start one with `soloist serve`.") from None
+        foreign = UserError(
+            f"{self.url} answers, but not as an OpenAI-compatible server.",
+            "Another program may hold this port: choose one with PORT or --port.",
+        )
         if reply.status_code != 200:
-            raise _refusal(reply.status_code, reply.content)
+            raise _refusal(reply.status_code, reply.content) if _is_json(reply) else foreign
         try:
             model = reply.json()["data"][0]
             return Served(model["id"], model.get("max_model_len"))
         except (ValueError, KeyError, IndexError, TypeError):
-            raise UserError(
-                f"{self.url} answers, but not as an OpenAI-compatible server.",
-                "Another program may hold this port: choose one with PORT or --port.",
-            ) from None
+            raise foreign from None
 
     def stream(
         self, model: str, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any], answer: Answer
@@ -134,6 +135,11 @@ def _refusal(status: int, body: bytes) -> SoloistError:
     if status >= 500:
         return SoloistError(f"The server failed ({status}): {message}")
     return UserError(f"The server refused the request ({status}): {message}")
+
+
+def _is_json(reply: httpx.Response) -> bool:
+    """False for the web pages with which other programs answer."""
+    return "json" in reply.headers.get("content-type", "")
 
 
 def _leaves_host(url: str) -> bool:

@@ -18,14 +18,14 @@ from soloist.cache.recurrent import RecurrentState, StateShapes
 from soloist.cache.tiles import make_store
 from soloist.checkpoint.reader import Checkpoint, open_checkpoint
 from soloist.engine.caching import build_reuse
-from soloist.engine.capacity import SHORT, choices, size_pool
+from soloist.engine.capacity import SHORT, check_sizes, choices, size_pool
 from soloist.engine.drafters import build_speculation, tap_layers
 from soloist.engine.engine import Engine
 from soloist.engine.kept import Kept
 from soloist.engine.memory import Memory
 from soloist.engine.selfcheck import MEANING, ROWS, cached_check, check_contracts, check_products
 from soloist.engine.vision import build_tower
-from soloist.errors import SettingError
+from soloist.errors import CheckpointError, SettingError
 from soloist.models.card_loader import CardLoader
 from soloist.models.layers import Loader
 from soloist.models.qwen3_5 import Qwen35
@@ -45,12 +45,18 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def model_directory(name: str) -> Path:
-    """`demo` is the bundled model; anything else is a directory."""
+    """`demo` is the bundled model; anything else is a directory, which must exist (CheckpointError)."""
     if name == "demo":
         from soloist.demo import path
 
         return path()
-    return Path(name).expanduser()
+    directory = Path(name).expanduser()
+    if not directory.is_dir():
+        raise CheckpointError(
+            f"{directory} is not a directory.",
+            "Point MODEL at a Hugging Face model directory; `soloist fetch` downloads one.",
+        )
+    return directory
 
 
 def build_engine(
@@ -73,13 +79,14 @@ def _build(settings: Settings, progress: Progress | None, keep_sessions: bool, k
     dtype = _dtype(settings, device)
     torch.set_num_threads(settings.threads or os.cpu_count() or 1)
     torch.set_grad_enabled(False)
+    chosen = choices(settings, checkpoint, str(dtype).removeprefix("torch."), device)
     if kept.weights is not None:
         model, tower, degraded = kept.weights.restore()
     else:
+        check_sizes(settings, checkpoint, chosen, device)
         load = _on_card if device.type == "cuda" else _on_cpu
         tower = build_tower(settings, checkpoint, device, dtype)
         model, degraded = load(settings, checkpoint, device, dtype, progress)
-    chosen = choices(settings, checkpoint, str(dtype).removeprefix("torch."), device)
     pages, max_len = size_pool(settings, checkpoint, chosen, device)
     memory = _memory(settings, checkpoint, device, dtype, chosen, pages, max_len)
     if device.type == "cuda":

@@ -10,17 +10,16 @@ from __future__ import annotations
 import ctypes
 import gc
 import logging
-import os
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from soloist.cache.persist import Persister
 from soloist.cache.prefix import PrefixCache
+from soloist.engine.capacity import host_room
 from soloist.errors import CapacityError
 from soloist.models.qwen3_5 import Qwen35
 from soloist.models.vision import VisionTower
@@ -159,15 +158,6 @@ def park_weights(loaded: Loaded) -> ParkedWeights | None:
 
 def _on_card(loaded: Loaded) -> list[torch.Tensor]:
     return [t for t in tensors_of(*loaded) if t.device.type == "cuda"]
-
-
-def host_room() -> int:
-    """Bytes of host memory that can be had without swapping."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def release_memory() -> None:

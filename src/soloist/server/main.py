@@ -1,7 +1,8 @@
 """`soloist serve`: claim the port, read the checkpoint, build the engine, serve until told to stop.
 
 The port is claimed before weights are read, so that a taken port fails in a second; connections are refused until the
-engine stands. SIGTERM drains: no new connections, running answers go on for at most DRAIN_S. When the engine's
+engine stands. SIGTERM drains: no new connections, running answers go on for at most DRAIN_S and then end
+with an error event; the exit status is 0 either way. When the engine's
 thread ends, every stream gets an error event and the process exits with 1, for the supervisor to start it again.
 """
 
@@ -46,8 +47,12 @@ def run(settings: Settings, progress: Progress) -> None:
     try:
         service, engine_close = build_service(settings, progress)
         warn_if_open(settings.host, settings.api_key)
-        server = _server(service, settings, lambda: progress(READY, 1, 1))
-        _announce(service, settings)
+
+        def ready() -> None:
+            progress(READY, 1, 1)  # a progress bar ends here, and what is said afterwards stands below it
+            _announce(service, settings)
+
+        server = _server(service, settings, ready)
         try:
             asyncio.run(server.serve(sockets=[listener]))
         finally:
@@ -108,6 +113,7 @@ def _server(service: Service, settings: Settings, on_ready: Callable[[], None]) 
     import uvicorn
 
     from soloist.server.app import build_app
+    from soloist.server.ending import CUT_S, end_after
 
     app = build_app(service)
 
@@ -122,6 +128,11 @@ def _server(service: Service, settings: Settings, on_ready: Callable[[], None]) 
             app.state.draining = True
             self.force_exit = self.force_exit or (self.should_exit and sig == signal.SIGINT)
             self.should_exit = True
+
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            ending = asyncio.ensure_future(end_after(service, settings.drain_s, self.server_state.connections))
+            await super().shutdown(sockets)
+            ending.cancel()
 
         async def on_tick(self, counter: int) -> bool:
             if not self.announced:
@@ -140,7 +151,7 @@ def _server(service: Service, settings: Settings, on_ready: Callable[[], None]) 
         log_config=None,
         log_level=settings.log_level,
         access_log=False,
-        timeout_graceful_shutdown=settings.drain_s,
+        timeout_graceful_shutdown=settings.drain_s + int(CUT_S) + 3,  # never reached: `end_after` is there first
     )
     return Draining(config)
 
@@ -154,12 +165,22 @@ def _announce(service: Service, settings: Settings) -> None:
         settings.port,
         service.engine.max_len,
     )
-    for sentence in (*settings.notes, *service.engine.status().degraded):
+    for sentence in service.engine.status().degraded:
         log.warning("%s", sentence)
 
 
+class _ToStderr(logging.Handler):
+    """Writes to what sys.stderr is at the time: a progress bar replaces it while it is shown."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            print(self.format(record), file=sys.stderr, flush=True)
+        except Exception:
+            self.handleError(record)
+
+
 def _log_to_stderr(level: str) -> None:
-    handler = logging.StreamHandler(sys.stderr)
+    handler = _ToStderr()
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S"))
     root = logging.getLogger("soloist")
     root.handlers[:] = [handler]
