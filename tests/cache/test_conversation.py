@@ -59,9 +59,11 @@ def _shared(a: list[int], b: list[int]) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
-@pytest.fixture(scope="module")
-def arm() -> Iterator[Arm]:
-    with Arm("demo") as arm:
+@pytest.fixture(
+    scope="module", params=[{}, pytest.param({"kv_format": "kvarn"}, marks=pytest.mark.slow)], ids=["", "kvarn"]
+)
+def arm(request: pytest.FixtureRequest) -> Iterator[Arm]:
+    with Arm("demo", **request.param) as arm:
         yield arm
 
 
@@ -90,7 +92,7 @@ def test_twelve_turns_with_side_requests(arm: Arm, thinking: bool, tools: list[A
         text, uncached = chat.ask(prompt)
         new = len(prompt) - _shared(prompt, before)
         if turn:
-            assert uncached <= new + 127, (turn, uncached, new)
+            assert uncached <= new + 127 + (128 if arm.engine.reuse.prefix.grid == 128 else 0), (turn, uncached, new)
         reasoning, _, content = text.rpartition("</think>")
         said = {"role": "assistant", "content": content.strip() or "Yes."}
         messages.append(said | ({"reasoning_content": reasoning.replace("<think>", "")} if reasoning else {}))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from cache.arms import Arm, text
+from cache.arms import Answer, Arm, text
 
 VOCAB = 256
 FORMATS = {
@@ -66,6 +67,38 @@ def test_tiles_are_packed_where_the_rule_says(tiny_model: Path) -> None:
         short, long = text(250, VOCAB, 1), text(390, VOCAB, 2)
         assert packed.ask(short, tokens=100).bits[1][:100] == full.ask(short, tokens=100).bits[1][:100]
         assert packed.ask(long).logprobs != full.ask(long).logprobs
+
+
+@pytest.mark.parametrize("requests", [40, pytest.param(200, marks=pytest.mark.slow)])
+def test_a_small_pool_of_scaled_pages_is_reused_again_and_again(
+    tiny_model: Path, requests: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """R50: every page of a small pool is handed out again and again, cache on; the last answers are right too."""
+    knobs = {"spec": "mtp", "kv_format": "int8", "max_len": "512", "max_seqs": "4"}
+    # Five conversations at a time, others after every ten requests.
+    heads = [text(70 + 50 * (i % 5), VOCAB, 5_000 + i) for i in range(5 + requests // 2)]
+    asked = [heads[n // 10 * 5 + n * n % 5] + text(1 + 37 * n % 130, VOCAB, 6_000 + n) for n in range(requests)]
+    with (
+        Arm(tiny_model, spec="none", lookup="0", prefix_cache="0", kv_format="int8", max_len="512") as plain,
+        Arm(tiny_model, **knobs, pool_tokens="1536", reserve_tokens="64", host_cache_gb="0.002") as arm,
+    ):
+        got: list[Answer] = []
+        handed: Counter[int] = Counter()
+        pages = arm.engine.memory.pages
+        allocate = pages.allocate
+
+        def counted(count: int) -> list[int] | None:
+            found = allocate(count)
+            handed.update(found or ())
+            return found
+
+        monkeypatch.setattr(pages, "allocate", counted)
+        for start in range(0, requests, 4):
+            running = [arm.start(prompt) for prompt in asked[start : start + 4]]
+            got += [pending.answer() for pending in running]
+        arm.quiet()
+        assert len(handed) == pages.total and min(handed.values()) > 1 and arm.engine.reuse.prefix.stats.hit_tokens > 0
+        assert [n for n, prompt in enumerate(asked) if plain.ask(prompt).bits != got[n].bits] == []
 
 
 @pytest.mark.slow

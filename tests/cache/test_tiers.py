@@ -61,6 +61,55 @@ def test_a_restart_finds_the_conversation(cold: Arm, tiny_model: Path, tmp_path:
         assert arm.engine.reuse.prefix.stats.loaded_disk > 0
 
 
+SPECS = {
+    "none": {"spec": "none", "lookup": "0"},
+    "mtp": {"spec": "mtp", "tree": "0", "lookup": "0"},
+    "dflash2+lookup": {"spec": "dflash2", "tree": "0"},
+    "tree": MTP,
+}
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize(
+    "step",
+    [pytest.param(23, id="thirteen", marks=pytest.mark.slow), pytest.param(1, id="all", marks=pytest.mark.full)],
+)
+def test_lengths_up_to_three_hundred_from_every_tier(
+    cold: Arm, tiny_model: Path, tmp_path: Path, spec: str, step: int
+) -> None:
+    """E3 after eviction, from host memory, from disk and after a restart: resent, and followed by another turn."""
+    prompts = [text(n, VOCAB, 70_000 + n) for n in range(1, 301, step)]
+    expected = [cold.ask(prompt) for prompt in prompts]
+    turns = [[*p, *e.tokens, *text(30, VOCAB, len(p))] for p, e in zip(prompts, expected, strict=True)]
+    follow = [cold.ask(turn) for turn in turns]
+    small = {"pool_tokens": "768", "max_len": "384", "max_seqs": "2"}  # two conversations; there are at least thirteen
+
+    def same(arm: Arm) -> int:
+        """Everything asked again; returns the tokens that were reused."""
+        reused = 0
+        for asked, right in ((prompts, expected), (turns, follow)):
+            for prompt, answer in zip(asked, right, strict=True):
+                got = arm.ask(prompt)
+                assert got.bits == answer.bits, (len(prompt), got.cached)
+                reused += got.cached
+        arm.quiet()
+        return reused
+
+    with Arm(tiny_model, **SPECS[spec], **small, host_cache_gb="0") as arm:
+        same(arm)
+        same(arm)
+        assert arm.engine.reuse.prefix.stats.evicted_pages > 0
+    with Arm(tiny_model, **SPECS[spec], **small, session_dir=str(tmp_path)) as arm:
+        same(arm)
+        assert same(arm) > 0
+        stats = arm.engine.reuse.prefix.stats
+        assert stats.spilled_pages > 0 and stats.loaded_host > 0
+    with Arm(tiny_model, **SPECS[spec], **small, session_dir=str(tmp_path)) as arm:
+        assert same(arm) > 0
+        assert arm.engine.reuse.prefix.stats.loaded_disk > 0
+
+
 def test_other_numerics_start_cold(cold: Arm, tiny_model: Path, tmp_path: Path, caplog) -> None:
     prompt = text(200, VOCAB, 33)
     with Arm(tiny_model, spec="none", session_dir=str(tmp_path)) as arm:
