@@ -161,6 +161,7 @@ def _on_card(
         return caches
 
     broken = cached_check(digest(prints), lambda: check_contracts(model, fresh))
+    model.unprepare()  # the check's buffers would count as taken when the pool is sized
     for contract in broken:
         log.warning("%s", MEANING[contract])
     return model, tuple(f"{MEANING[contract]}." for contract in broken)

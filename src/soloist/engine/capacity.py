@@ -110,7 +110,7 @@ def check_sizes(settings: Settings, checkpoint: Checkpoint, chosen: Choices, dev
     elif settings.max_len != "auto":
         pages = pages_for(settings.max_len + 1, _group(chosen))
     on_card = device.type == "cuda"
-    room = torch.cuda.mem_get_info(device)[0] if on_card else host_room()
+    room = card_room(device) if on_card else host_room()
     weights = sum(checkpoint.nbytes().values())
     pool = (pages or 0) * PAGE * kv_token_bytes(checkpoint.config, chosen)
     if weights + pool > room:
@@ -160,6 +160,14 @@ def _check_context(settings: Settings, chosen: Choices, pages: int) -> None:
         )
 
 
+def card_room(device: torch.device) -> int:
+    """Bytes this process can still have on a card: what is free, or less where it was given a share of the card."""
+    free, total = torch.cuda.mem_get_info(device)
+    share = int(torch.cuda.get_per_process_memory_fraction(device) * total)
+    # What torch holds without using it can be had again, but not in one piece.
+    return min(free, share - torch.cuda.memory_reserved(device))
+
+
 def host_room() -> int:
     """Bytes of host memory that can be had without swapping."""
     try:
@@ -171,7 +179,8 @@ def host_room() -> int:
 
 def _pages_left(settings: Settings, checkpoint: Checkpoint, chosen: Choices, device: torch.device) -> int:
     """Pages in what the card has free now, after everything still to come."""
-    free, total = torch.cuda.mem_get_info(device)
+    torch.cuda.empty_cache()  # loading repacks weights; what that left behind is free
+    free, total = card_room(device), torch.cuda.mem_get_info(device)[1]
     config = checkpoint.config
     drafter, drafter_bytes = drafter_of(settings, checkpoint, chosen)
     loaded = {"layers", "embedding", "head", "vision tower"}
@@ -182,7 +191,7 @@ def _pages_left(settings: Settings, checkpoint: Checkpoint, chosen: Choices, dev
     need = sum(item.nbytes for item in coming) + GRAPHS + chosen.reserve
     pages = pool_pages(config, chosen, free - need)
     if pages * PAGE < settings.reserve_tokens + PAGE:
-        used = total - free - torch.cuda.memory_reserved(device)
+        used = total - torch.cuda.mem_get_info(device)[0] - torch.cuda.memory_reserved(device)
         raise CapacityError(
             f"{free / 2**30:.2f} GiB of the card are free after loading, {need / 2**30:.2f} GiB go to drafter, slots, "
             f"workspace and reserve; {pages * PAGE} tokens are left. Other programs and the driver hold "

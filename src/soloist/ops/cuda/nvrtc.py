@@ -11,13 +11,17 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import logging
 import os
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any
+
+log = logging.getLogger("soloist.kernels")
 
 
 class KernelUnavailable(RuntimeError):
@@ -69,19 +73,26 @@ def compile_cubin(code: str, arch: int, macros: Mapping[str, int], verbose: bool
         nvrtc.nvrtcDestroyProgram(program)
 
 
-def _cached_cubin(code: str, arch: int, macros: Mapping[str, int], directory: Path | None) -> bytes:
-    if directory is None:
-        return compile_cubin(code, arch, macros)[0]
+def cache_directory() -> Path:
+    """Where cubins are kept between starts."""
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "soloist" / "kernels"
+
+
+def _cached_cubin(code: str, arch: int, macros: Mapping[str, int], directory: Path) -> bytes:
+    """The cubin, compiled unless it is there; a directory that cannot be written costs the keeping and nothing else."""
     _, major, minor = _nvrtc().nvrtcVersion()
     key = hashlib.sha256(repr((code, arch, sorted(macros.items()), major, minor)).encode()).hexdigest()[:32]
     path = directory / f"{key}.cubin"
     if path.exists():
         return path.read_bytes()
     cubin, _ = compile_cubin(code, arch, macros)
-    directory.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(f".{os.getpid()}")
-    partial.write_bytes(cubin)
-    partial.replace(path)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
+        partial.write_bytes(cubin)
+        partial.replace(path)
+    except OSError as error:
+        log.info("compiled kernels could not be kept: %s", error)
     return cubin
 
 
@@ -96,7 +107,7 @@ class Kernel:
     types: tuple[Any, ...]
     dependent: bool
 
-    def launch(self, grid: int, arguments: Sequence[int], stream: int) -> None:
+    def launch(self, grid: int, arguments: Sequence[int | float], stream: int) -> None:
         """Launch over a 1-D grid; pointers are passed as integers (0 = null)."""
         from cuda.bindings import driver
 
@@ -131,14 +142,14 @@ def load(
     dependent: bool = False,
     directory: Path | None = None,
 ) -> Kernel:
-    """Compile (or read from `directory`) and load `entry` of `name`.cu into the current CUDA context.
+    """Compile (or read from `directory`, by default the user's cache) and load `entry` of `name`.cu into the context.
 
     types      one letter per argument: p pointer, i int32, f float32
     dependent  launch with programmatic stream serialization (sm_90 and newer)
     """
     from cuda.bindings import driver
 
-    cubin = _cached_cubin(source(name), arch, dict(macros), directory)
+    cubin = _cached_cubin(source(name), arch, dict(macros), directory or cache_directory())
     error, library = driver.cuModuleLoadData(cubin)
     if error != driver.CUresult.CUDA_SUCCESS:
         raise KernelUnavailable(f"the driver refused the kernel: {error}")

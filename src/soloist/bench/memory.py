@@ -1,0 +1,252 @@
+"""`python -m soloist.bench.memory`: does an engine really fit where the plan says it fits, and how soon is it there?
+
+Writes a random model directory of a named shape once (`synthetic_dir.py`), gives this process a share of the card as
+large as a smaller card, and builds the engine as `soloist serve` does. Each case runs in a process of its own: phases
+of the start-up, the plan's bytes against the allocator's, then as many residents as the plan promises, all at once,
+and every byte the allocator had to fetch from the driver after the boot, with the place that asked. One JSON document
+last; a resident that did not run or a plan that is off by more than 1 % ends with exit code 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import queue
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from soloist.bench.machine import machine, versions
+from soloist.bench.synthetic import SHAPES
+from soloist.bench.synthetic_dir import synthetic_directory
+
+STARTED = time.perf_counter()
+MARK = "RESULT "
+CARD, OTHERS = 24 << 30, int(0.3 * (1 << 30))
+
+
+@dataclass(frozen=True)
+class Case:
+    """An engine of these knobs, then `residents` prompts of `context` tokens at once, `tokens` answered by each."""
+
+    name: str
+    knobs: dict[str, str]
+    residents: int = 0
+    context: int = 0
+    tokens: int = 24
+
+
+def cases() -> dict[str, Case]:
+    """What the plan promises for 24 GiB, and a second start with every kernel known."""
+    dflash, mtp = {"spec": "dflash2"}, {"spec": "mtp"}
+    table = [
+        Case("bf16-residents", dflash | {"kv_format": "bf16"}, 8, 11_000),
+        Case("fp8-residents", dflash | {"kv_format": "fp8"}, 8, 16_000),
+        Case("int8-residents", dflash | {"kv_format": "int8"}, 8, 16_000),
+        Case("mtp-warm-start", mtp | {"kv_format": "bf16"}, 1, 1000),
+        Case("bf16-full-context", dflash | {"kv_format": "bf16"}, 1, 0),
+        Case("fp8-full-context", dflash | {"kv_format": "fp8"}, 1, 0),
+    ]
+    return {case.name: case for case in table}
+
+
+class _Asked:
+    """One greedy request of random tokens; ends after `tokens` tokens whatever they are."""
+
+    def __init__(self, engine: Any, length: int, tokens: int, seed: int) -> None:
+        from soloist.engine.request import Request
+        from soloist.sampling.params import SamplingParams
+
+        rng = random.Random(seed)
+        prompt = [rng.randrange(200_000) % engine.vocab_size for _ in range(length)]
+        self.events: queue.Queue[Any] = queue.Queue()
+        self.request = Request(prompt, SamplingParams(max_tokens=tokens, temperature=0.0), self.events.put)
+        self.asked = time.perf_counter()
+        self.first = 0.0
+        engine.submit(self.request)
+
+    def take(self, until: str, timeout: float = 400.0) -> int:
+        """Wait for the first token or the end; returns the tokens that came."""
+        count = 0
+        while True:
+            event = self.events.get(timeout=timeout)
+            if event.error is not None:
+                raise event.error
+            count += len(event.tokens)
+            if count and not self.first:
+                self.first = time.perf_counter()
+            if event.finish_reason is not None or (until == "first" and count):
+                return count
+
+
+def _held(device: torch.device) -> dict[str, int]:
+    """Bytes: what torch has in use and from the driver, how often it asked, and what the card holds beside that."""
+    stats = torch.cuda.memory_stats(device)
+    free, total = torch.cuda.mem_get_info(device)
+    return {
+        "allocated": stats["allocated_bytes.all.current"],
+        "peak": stats["allocated_bytes.all.peak"],
+        "reserved": stats["reserved_bytes.all.current"],
+        "segments": stats["segment.all.allocated"],
+        "outside": total - free - stats["reserved_bytes.all.current"],
+    }
+
+
+def _fetched() -> list[str]:
+    """Places of this program that made the allocator ask the driver for memory since recording began, with bytes."""
+    found: Counter[str] = Counter()
+    for trace in torch.cuda.memory._snapshot()["device_traces"]:
+        for event in trace:
+            if event["action"] != "segment_alloc":
+                continue
+            own = [f for f in event.get("frames", ()) if "/soloist/" in f["filename"]]
+            names = [f"{f['filename'].rsplit('/soloist/', 1)[1]}:{f['line']}" for f in own[:3]]
+            found[" < ".join(names)] += event["size"]
+    return [f"{size} B: {place}" for place, size in found.most_common()]
+
+
+def run_case(case: Case, directory: Path, card: int, used: int) -> dict[str, Any]:
+    """Build, compare, fill. The process's share of the card is what a card of `card` bytes would leave it."""
+    from soloist import planner
+    from soloist.checkpoint.reader import open_checkpoint
+    from soloist.engine.build import build_engine
+    from soloist.engine.capacity import choices, drafter_of
+    from soloist.settings import resolve
+
+    device = torch.device("cuda")
+    share = card - used - planner.DRIVER - planner.CONTEXT
+    torch.cuda.set_per_process_memory_fraction(share / torch.cuda.mem_get_info(device)[1], device)
+    settings = resolve({"model": str(directory), "session_dir": "none", **case.knobs}, {}, {})
+    checkpoint = open_checkpoint(directory)
+    chosen = choices(settings, checkpoint, "bfloat16", device)
+    drafter, drafter_bytes = drafter_of(settings, checkpoint, chosen)
+    plan = planner.plan(
+        checkpoint.config, checkpoint.nbytes(), chosen, card=card, used=used, drafter=drafter,
+        drafter_bytes=drafter_bytes,
+    )  # fmt: skip
+    marks = [("imported", time.perf_counter() - STARTED)]
+
+    def progress(what: str, done: int, total: int) -> None:
+        if done == total or what == "graphs":
+            marks.append((what if done < total else f"{what} loaded", time.perf_counter() - STARTED))
+
+    engine = build_engine(settings, progress)
+    marks.append(("built", time.perf_counter() - STARTED))
+    booted = _held(device)
+    greeting = _Asked(engine, 64, 8, 0)
+    greeting.take("first")
+    marks.append(("first token", time.perf_counter() - STARTED))
+    greeting.take("end")
+    served = _held(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    torch.cuda.memory._record_memory_history(context="alloc", stacks="python", max_entries=200_000)
+    record: dict[str, Any] = {
+        "case": asdict(case),
+        "plan": {"pool_tokens": plan.pool_tokens, "items": {i.name: i.nbytes for i in plan.items}},
+        "pool_tokens": engine.memory.pages.total * 64,
+        "max_len": engine.max_len,
+        "marks_s": {name: round(at, 2) for name, at in marks},
+        "booted": booted,
+        "first_answer": served,
+        "knobs": dict(engine.status().knobs),
+        "degraded": list(engine.status().degraded),
+    }
+    if case.residents:
+        context = case.context or engine.max_len - case.tokens - 1
+        record["filled"] = _fill(engine, case, context, device)
+    record["later"] = _held(device)
+    record["fetched_after_first_answer"] = _fetched()
+    engine.close()
+    off = record["pool_tokens"] / plan.pool_tokens - 1
+    record["plan_error"] = round(off, 4)
+    # A reading, not a promise: another machine's context may be larger than planned.
+    record["ok"] = abs(off) <= 0.01 and record.get("filled", {}).get("ok", True)
+    return record
+
+
+def _fill(engine: Any, case: Case, context: int, device: torch.device) -> dict[str, Any]:
+    """All residents at once: every one must decode while the others do, none parked."""
+    begun = time.perf_counter()
+    asked = [_Asked(engine, context, case.tokens if case.residents == 1 else 400, 1 + i) for i in range(case.residents)]
+    for one in asked:
+        one.take("first")
+    prompts = time.perf_counter() - begun
+    status = engine.status()
+    together, parked = status.running, status.counters.get("preemptions", 0)
+    for one in asked:
+        engine.cancel(one.request) if case.residents > 1 else one.take("end")
+    return {
+        "context": context,
+        "together": together,
+        "parked": parked,
+        "pages_used": status.pages_used,
+        "prompts_s": round(prompts, 2),
+        "prompt_tokens_per_s": round(context * case.residents / prompts),
+        "ok": together >= case.residents and not parked,
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shape", default="qwen3.8-27b", choices=sorted(SHAPES))
+    parser.add_argument("--layers", type=int, default=64)
+    parser.add_argument("--dir", type=Path, help="where the random model directory is, or is to be written")
+    parser.add_argument("--cases", default="", help="names, comma-separated (default: all)")
+    parser.add_argument("--case", help="run one case in this process")
+    parser.add_argument("--limit", type=int, default=240, help="seconds a case may take")
+    args = parser.parse_args()
+    known = cases()
+    if args.case:
+        directory = synthetic_directory(args.dir, args.shape, args.layers)
+        print(MARK + json.dumps(run_case(known[args.case], directory, CARD, OTHERS)), flush=True)
+        return 0
+    with tempfile.TemporaryDirectory() as scratch:
+        base = args.dir or Path(scratch) / "model"
+        begun = time.perf_counter()
+        synthetic_directory(base, args.shape, args.layers)
+        print(f"{base} written or found in {time.perf_counter() - begun:.1f} s", flush=True)
+        # Caches of their own: the first case compiles every kernel, the others find them.
+        caches = {"XDG_CACHE_HOME": f"{scratch}/cache", "TRITON_CACHE_DIR": f"{scratch}/triton"}
+        results = []
+        for name in filter(None, args.cases.split(",")) if args.cases else known:
+            command = [
+                sys.executable,
+                "-m",
+                "soloist.bench.memory",
+                "--shape",
+                args.shape,
+                "--layers",
+                str(args.layers),
+            ]
+            command += ["--dir", str(base), "--case", name]
+            results.append(_one(name, command, os.environ | caches, args.limit))
+            print(json.dumps(results[-1]), flush=True)
+    document = {"shape": args.shape, "layers": args.layers, "card_bytes": CARD, "others_bytes": OTHERS}
+    document |= {"machine": machine(), "versions": versions(), "results": results}
+    print(json.dumps(document))
+    return 0 if all(r["ok"] for r in results) else 1
+
+
+def _one(name: str, command: list[str], environment: dict[str, str], limit: int) -> dict[str, Any]:
+    """One case in its own process; what went wrong is a result too."""
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=limit)
+    except subprocess.TimeoutExpired:
+        return {"case": {"name": name}, "ok": False, "error": f"not done in {limit} s"}
+    line = next((x for x in done.stdout.splitlines() if x.startswith(MARK)), None)
+    if line is None:
+        return {"case": {"name": name}, "ok": False, "error": (done.stderr or done.stdout)[-3000:]}
+    return json.loads(line.removeprefix(MARK))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
