@@ -56,8 +56,57 @@ def test_body_limit(say):
 
 def test_unknown_paths_and_methods(say):
     live = say("x")
-    assert httpx.get(live.url + "/nope").json() == {"detail": "Not Found"}
-    assert httpx.get(live.url + "/v1/chat/completions").json() == {"detail": "Method Not Allowed"}
+    missing = httpx.get(live.url + "/v1/nope")
+    assert missing.status_code == missing.json()["error"]["code"] == 404
+    assert missing.json()["error"]["type"] == "NotFoundError" and missing.json()["error"]["param"] is None
+    wrong = httpx.get(live.url + "/v1/chat/completions")
+    assert wrong.status_code == wrong.json()["error"]["code"] == 405 and wrong.headers["allow"] == "POST"
+    assert "POST" in wrong.json()["error"]["message"]
+    for path, status, kind in (
+        ("/v1/messages", 405, "invalid_request_error"),
+        ("/v1/messages/x", 404, "not_found_error"),
+    ):
+        reply = httpx.get(live.url + path)
+        assert reply.status_code == status and reply.json()["type"] == "error" and reply.json()["error"]["type"] == kind
+
+
+WRONG = {
+    "/v1/chat/completions": [
+        ({"messages": 1}, "messages"),
+        ({"messages": []}, "messages"),
+        ({**CHAT, "max_tokens": "many"}, "max_tokens"),
+        ({**CHAT, "temperature": -1}, "temperature"),
+        ({"messages": [*CHAT["messages"], {"role": "x"}]}, "messages.1.role"),
+        ({**CHAT, "response_format": {"type": "json_object"}, "guided_regex": "a"}, "guided_regex"),
+    ],
+    "/v1/completions": [({"prompt": {}}, "prompt"), ({"prompt": "x", "temperature": -1}, "temperature")],
+    "/v1/responses": [
+        ({"input": []}, "input"),
+        ({"input": "x", "temperature": -1}, "temperature"),
+        ({"input": "x", "instructions": "i", "max_output_tokens": "many"}, "max_output_tokens"),
+        ({"input": [{"role": "user", "content": "x"}, {"role": "x"}], "instructions": "i"}, "input.1.role"),
+        ({"input": "x", "text": {"format": {"type": "json_schema", "schema": {"type": "odd"}}}}, "text.format"),
+    ],
+    "/tokenize": [({}, "prompt"), ({"messages": [{"role": "x"}]}, "messages.0.role")],
+    "/detokenize": [({"tokens": ["x"]}, "tokens.0"), ({"tokens": [-1]}, "tokens")],
+}
+
+
+@pytest.mark.parametrize("path", WRONG)
+def test_a_400_names_the_field_as_the_client_wrote_it(say_once, path):
+    for body, param in [*WRONG[path], ("not an object", "body")]:
+        error = httpx.post(say_once.url + path, json=body).json()["error"]
+        found = error["param"]
+        assert (error["type"], error["code"]) == ("BadRequestError", 400)
+        assert found == param or found.startswith(f"{param}."), (body, error)
+
+
+def test_anthropics_messages_name_the_message_as_the_client_wrote_it(say_once):
+    picture = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "eA=="}}
+    body = {"system": "s", "max_tokens": 5, "messages": [{"role": "user", "content": [picture]}]}
+    assert (
+        httpx.post(say_once.url + "/v1/messages", json=body).json()["error"]["message"].startswith("messages.0.content")
+    )
 
 
 def test_the_openapi_document_is_whole(say):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 import signal
 import socket
@@ -10,7 +11,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
@@ -33,7 +36,7 @@ def script(request):
         threading.Timer(0.5, engine.kill).start()
     return [100] * {length}
 
-engine = FakeEngine(script, delay_s=0.02, max_len=100_000)
+engine = FakeEngine(script, delay_s={delay}, max_len=100_000)
 build.build_engine = lambda settings, progress, **_: engine
 from soloist.server.main import run
 
@@ -48,10 +51,18 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def process(length: int = 60, drain: str = "20", dies: bool = False) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def process(
+    length: int = 60, drain: str = "20", dies: bool = False, delay: float = 0.02
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
     port = free_port()
     program = PROGRAM.format(
-        src=str(TESTS.parent / "src"), tests=str(TESTS), length=length, drain=drain, dies=dies, port=str(port)
+        src=str(TESTS.parent / "src"),
+        tests=str(TESTS),
+        length=length,
+        drain=drain,
+        delay=delay,
+        dies=dies,
+        port=str(port),
     )
     child = subprocess.Popen(
         [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, bufsize=1
@@ -83,16 +94,52 @@ def test_sigterm_drains():
         assert child.wait(20) == 0
 
 
-def test_the_drain_has_a_limit():
-    with process(length=1_000_000, drain="1") as (child, url):
-        with httpx.stream("POST", url + "/v1/completions", json=BODY, timeout=60) as reply:
+def test_a_drain_that_takes_too_long_ends_in_the_protocols_words():
+    """Streams end with an error event, plain requests with 503, an unread one is cut; nothing is logged as a fault."""
+    chat = {"messages": [{"role": "user", "content": "x"}]}
+    streams = {"/v1/completions": BODY, "/v1/chat/completions": {**chat, "stream": True}}
+    streams |= {
+        "/v1/messages": {**chat, "stream": True, "max_tokens": 90_000},
+        "/v1/responses": {"input": "x", "stream": True},
+    }
+    with (
+        process(length=1_000_000, drain="1") as (child, url),
+        ThreadPoolExecutor() as pool,
+        contextlib.ExitStack() as stack,
+    ):
+        replies = {}
+        for path, body in streams.items():
+            reply = stack.enter_context(httpx.stream("POST", url + path, json=body, timeout=60))
             lines = reply.iter_lines()
             next(lines)
-            began = time.monotonic()
+            replies[path] = lines
+        plain = pool.submit(httpx.post, url + "/v1/completions", json={**BODY, "stream": False}, timeout=60)
+        while httpx.get(url + "/ready").json()["running"] < 5:
+            time.sleep(0.01)
+        child.send_signal(signal.SIGTERM)
+        ends = {path: [line for line in lines if line][-3:] for path, lines in replies.items()}
+        assert plain.result().status_code == 503 and plain.result().headers["retry-after"]
+        for path in ("/v1/completions", "/v1/chat/completions"):
+            assert ends[path][-1] == "data: [DONE]" and "ServiceUnavailableError" in ends[path][-2]
+        assert ends["/v1/messages"][-2] == "event: error" and "overloaded_error" in ends["/v1/messages"][-1]
+        assert ends["/v1/responses"][-2] == "event: response.failed" and "stopping" in ends["/v1/responses"][-1]
+        assert child.wait(20) == 0
+        assert child.stderr is not None and "Traceback" not in (said := child.stderr.read()) and "DRAIN_S" in said
+
+
+def test_a_client_that_does_not_read_cannot_hold_the_end():
+    with process(length=10_000_000, drain="0", delay=0.0) as (child, url):
+        parts = urlsplit(url)
+        with socket.create_connection((parts.hostname, parts.port)) as sock:
+            body = json.dumps({**BODY, "max_tokens": 99_000}).encode()
+            sock.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
+            )
+            while httpx.get(url + "/status").json()["generated"] < 20_000:  # far more than the socket's buffers hold
+                time.sleep(0.05)
             child.send_signal(signal.SIGTERM)
-            with contextlib.suppress(httpx.HTTPError):
-                list(lines)
-        assert child.wait(20) == 0 and time.monotonic() - began < 15
+            assert child.wait(30) == 0
+        assert child.stderr is not None and "Traceback" not in child.stderr.read()
 
 
 def test_a_dead_engine_ends_the_process():

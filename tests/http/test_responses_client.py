@@ -185,7 +185,7 @@ def test_logprobs(say):
         ({"tool_choice": "required"}, "tool_choice"),
         ({"reasoning": {"effort": "huge"}}, "reasoning_effort"),
         ({"text": {"format": {"type": "yaml"}}}, "response_format"),
-        ({"extra_body": {"max_output_tokens": 0}}, "body.max_output_tokens"),
+        ({"extra_body": {"max_output_tokens": 0}}, "max_output_tokens"),
         ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "messages.0.content.0"),
     ],
     ids=str,

@@ -32,9 +32,12 @@ def turn_of(body: CountRequest) -> tuple[Turn, list[str]]:
     """(turn, what of it is ignored). Raises RequestError naming the place."""
     tools, ignored = _tools(body.tools or [])
     choice, parallel = _tool_choice(body.tool_choice, tools)
-    messages = _system(body.system) + [
-        converted for i, message in enumerate(body.messages) for converted in _message(message, f"messages.{i}")
-    ]
+    messages = _system(body.system)
+    places = ["system"] * len(messages)
+    for i, message in enumerate(body.messages):
+        converted = _message(message, f"messages.{i}")
+        messages += converted
+        places += [f"messages.{i}"] * len(converted)
     turn = Turn(
         fields=_sampling(body),
         messages=messages,
@@ -43,6 +46,7 @@ def turn_of(body: CountRequest) -> tuple[Turn, list[str]]:
         parallel=parallel,
         thinking=_thinking(body),
         continue_final=_is_prefill(body.messages),
+        places=places,
     )
     if isinstance(body, MessagesRequest):
         turn.max_tokens = body.max_tokens
@@ -85,8 +89,13 @@ def _system(system: str | list[dict[str, Any]] | None) -> list[dict[str, Any]]:
         texts = [system]
     else:
         texts = [_block_text(block, f"system.{i}") for i, block in enumerate(system or [])]
-    text = "\n\n".join(t for t in texts if t and not t.startswith(_ATTRIBUTION))
+    text = "\n\n".join(t for t in map(_without_attribution, texts) if t)
     return [{"role": "system", "content": text}] if text else []
+
+
+def _without_attribution(text: str) -> str:
+    """The text without the line that says who pays: it changes with every request and would spoil the prefix."""
+    return text.partition("\n")[2].lstrip("\n") if text.startswith(_ATTRIBUTION) else text
 
 
 def _block_text(block: Any, place: str) -> str:

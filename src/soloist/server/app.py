@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fastapi import FastAPI, Request
 from pydantic import BaseModel, ValidationError
+from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
@@ -62,7 +63,7 @@ def build_app(service: Service) -> FastAPI:
     app.state.draining = False
     for router in _ROUTERS:
         app.include_router(router)
-    for kind in (SoloistError, ValidationError):
+    for kind in (SoloistError, ValidationError, HTTPException):
         app.add_exception_handler(kind, _answer)
     app.add_exception_handler(Exception, _answer)
     app.add_exception_handler(ClientGone, _gone)

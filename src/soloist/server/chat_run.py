@@ -165,6 +165,16 @@ class ChatRun:
 
 async def start(service: Service, turn: Turn, observer: Observer) -> ChatRun:
     """Render, encode, validate and submit. Every error of the request is raised here, before the first byte."""
+    try:
+        return await _start(service, turn, observer)
+    except RequestError as error:
+        field, dot, rest = (error.param or "").partition(".")
+        if field in turn.names:
+            error.param = turn.names[field] + dot + rest
+        raise
+
+
+async def _start(service: Service, turn: Turn, observer: Observer) -> ChatRun:
     prompt = await prepare(service, turn)
     if prompt.has_history and not turn.continue_final:
         service.meters.splice(hit=prompt.spliced > 0)

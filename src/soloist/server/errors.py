@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pydantic import ValidationError
+from starlette.exceptions import HTTPException
 
 from soloist.errors import ContextLengthError, EngineDeadError, EngineError, OverloadedError, RequestError, UserError
 
@@ -35,10 +36,12 @@ class Failure:
     code: str | int | None = None
     retry_after: int | None = None
     anthropic_message: str | None = None
+    allow: str | None = None
 
     @property
     def headers(self) -> dict[str, str]:
-        return {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
+        given = {"Retry-After": self.retry_after, "Allow": self.allow}
+        return {name: str(value) for name, value in given.items() if value is not None}
 
     def openai(self) -> dict[str, Any]:
         code = self.status if self.code is None else self.code
@@ -64,6 +67,8 @@ def failure_of(error: BaseException) -> Failure:
         return Failure(error.status, error.kind, str(error), error.param, error.code)
     if isinstance(error, ValidationError):
         return _validation(error)
+    if isinstance(error, HTTPException):
+        return _routing(error)
     if isinstance(error, OverloadedError):
         return Failure(503, "ServiceUnavailableError", str(error), retry_after=error.retry_after)
     if isinstance(error, EngineDeadError):
@@ -77,9 +82,18 @@ def failure_of(error: BaseException) -> Failure:
     return Failure(500, "InternalServerError", f"Internal error ({type(error).__name__}); the server's log has more.")
 
 
+def _routing(error: HTTPException) -> Failure:
+    """What the router itself refuses: a path or a method that does not exist."""
+    kinds = {404: "NotFoundError", 405: "MethodNotAllowedError"}
+    words = {404: "This path does not exist here; GET /openapi.json lists those that do.", 405: "Wrong method."}
+    allowed = (error.headers or {}).get("Allow")
+    message = f"This path takes {allowed}." if allowed else words.get(error.status_code, str(error.detail))
+    return Failure(error.status_code, kinds.get(error.status_code, "BadRequestError"), message, allow=allowed)
+
+
 def _validation(error: ValidationError) -> Failure:
     first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-    path = ".".join(["body", *(str(part) for part in first["loc"])])
+    path = ".".join(str(part) for part in first["loc"]) or "body"
     more = error.error_count() - 1
     message = f"{path}: {first['msg']}" + (f" (and {more} more)" if more else "")
-    return Failure(400, "Bad Request", message, path)
+    return Failure(400, "BadRequestError", message, path)

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from soloist.engine.request import Event, Picture, Request, RequestStats
-from soloist.errors import EngineError
+from soloist.errors import EngineError, OverloadedError
 from soloist.sampling.grammar import Grammar
 from soloist.sampling.params import SamplingParams
 from soloist.server.face import EngineFace
@@ -38,6 +38,10 @@ class _Sequence:
     open: bool = True
 
 
+def _stopping() -> OverloadedError:
+    return OverloadedError("The server is stopping; this answer could not be completed.", retry_after=5)
+
+
 class Generation:
     """Sequences in flight. Iterate `events` for `(index, Event)` in order of arrival; `close` cancels what still runs.
 
@@ -52,6 +56,8 @@ class Generation:
         self._queue: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
         self._sequences: list[_Sequence] = []
         self._expected = len(plans)
+        if observer.stopping:
+            raise _stopping()
         try:
             for index, plan in enumerate(plans):
                 request = self._request(index, plan)
@@ -105,6 +111,8 @@ class Generation:
                 self._sequences[index].open = False
             if event.error is not None:
                 raise event.error
+            if event.finish_reason == "abort" and self._observer.stopping:
+                raise _stopping()
             if event.finish_reason in ("error", "abort"):
                 raise EngineError("The engine ended this request before it was complete.")
             yield index, event

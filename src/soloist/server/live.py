@@ -12,13 +12,17 @@ from soloist.engine.request import Request
 
 @dataclass
 class LiveRequests:
-    """HTTP requests whose sequences have not all ended, and what the ended ones amounted to."""
+    """HTTP requests whose sequences have not all ended, and what the ended ones amounted to.
+
+    `stopping` is set at the end of a drain: nothing new may begin, and what the engine ends was ended for that reason.
+    """
 
     open: dict[str, tuple[str, Sequence[Request]]] = field(default_factory=dict)
     prompt: int = 0
     cached: int = 0
     generated: int = 0
     steps: int = 0
+    stopping: bool = False
 
     def begin(self, reply_id: str, endpoint: str, requests: Sequence[Request]) -> None:
         self.open[reply_id] = (endpoint, requests)

@@ -31,13 +31,18 @@ _SEEING = ("user", "tool", "function")
 _IMAGE_PARTS = ("image_url", "input_image", "image")
 
 
-def normalise(messages: list[dict[str, Any]], vision: bool = False) -> list[dict[str, Any]]:
-    """A new list of messages that follow the table above. Raises RequestError with `param` such as messages.2."""
+def normalise(
+    messages: list[dict[str, Any]], vision: bool = False, places: list[str] | None = None
+) -> list[dict[str, Any]]:
+    """A new list of messages that follow the table above. Raises RequestError with `param` such as messages.2.
+
+    `places`: what to call each message in errors, where the client's request is not a list of these messages.
+    """
     if not messages:
         raise RequestError("messages must hold at least one message.", param="messages")
     out: list[dict[str, Any]] = []
     for i, message in enumerate(messages):
-        _append(out, _one(message, f"messages.{i}", vision))
+        _append(out, _one(message, places[i] if places else f"messages.{i}", vision))
     if not any(m["role"] == "user" for m in out):
         head = 1 if out[0]["role"] == "system" else 0
         out.insert(head, {"role": "user", "content": ""})

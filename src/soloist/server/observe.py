@@ -22,6 +22,11 @@ class Observer:
         self._endpoint = endpoint
         self._reply_id = reply_id
 
+    @property
+    def stopping(self) -> bool:
+        """True once the drain is over: no sequence may begin."""
+        return self._live.stopping
+
     def started(self, requests: Sequence[Request]) -> None:
         """The sequences were submitted."""
         self._live.begin(self._reply_id, self._endpoint, requests)

@@ -59,7 +59,7 @@ class Prompt:
 
 def render(service: Service, turn: Turn) -> Prompt:
     """The prompt text of a turn, not encoded yet. Raises RequestError for messages that cannot be shown."""
-    messages = normalise(turn.messages, service.options.pictures is not None)
+    messages = normalise(turn.messages, service.options.pictures is not None, turn.places)
     taken = next((name for name in _RESERVED if name in turn.template_kwargs), None)
     if taken is not None:
         raise RequestError(f"chat_template_kwargs may not set {taken}.", param="chat_template_kwargs")

@@ -25,6 +25,7 @@ from soloist.server.thinking import resolve_thinking
 from soloist.server.tool_choice import parse_tool_choice
 from soloist.server.turn import ToolChoice, Turn
 
+_NAMES = {"messages": "input", "response_format": "text.format"}
 _LOGPROBS = "message.output_text.logprobs"
 
 
@@ -43,7 +44,7 @@ def turn_of(body: ResponsesRequest, store: ResponseStore) -> tuple[Turn, list[di
                 code="previous_response_not_found",
             )
         history = list(previous.messages)
-    items, ignored = _items(body.input)
+    items, places, ignored = _items(body.input)
     conversation = history + items
     if not conversation:
         raise RequestError("input must hold at least one item.", param="input")
@@ -65,6 +66,8 @@ def turn_of(body: ResponsesRequest, store: ResponseStore) -> tuple[Turn, list[di
             cache_salt=body.cache_salt,
         ),
         messages=([{"role": "system", "content": body.instructions}] if body.instructions else []) + conversation,
+        places=(["instructions"] if body.instructions else []) + ["previous_response_id"] * len(history) + places,
+        names=_NAMES,
         tools=tools,
         tool_choice=_tool_choice(body.tool_choice, [t["function"]["name"] for t in tools]),
         parallel=body.parallel_tool_calls is not False,
@@ -77,10 +80,12 @@ def turn_of(body: ResponsesRequest, store: ResponseStore) -> tuple[Turn, list[di
     return turn, conversation, ignored + ignored_tools
 
 
-def _items(given: str | list[dict[str, Any]] | None) -> tuple[list[dict[str, Any]], list[str]]:
+def _items(given: str | list[dict[str, Any]] | None) -> tuple[list[dict[str, Any]], list[str], list[str]]:
+    """(messages, the item that each began with, what is ignored)."""
     if isinstance(given, str):
-        return [{"role": "user", "content": given}], []
+        return [{"role": "user", "content": given}], ["input"], []
     out: list[dict[str, Any]] = []
+    places: list[str] = []
     ignored: list[str] = []
     thought: list[str] = []
     for i, item in enumerate(given or []):
@@ -107,7 +112,8 @@ def _items(given: str | list[dict[str, Any]] | None) -> tuple[list[dict[str, Any
             case _:
                 raise RequestError(f"{place}.type must be a string.", param=place)
         thought = []
-    return out, ignored
+        places += [place] * (len(out) - len(places))
+    return out, places, ignored
 
 
 def _reasoning_text(item: dict[str, Any]) -> str:

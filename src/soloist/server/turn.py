@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -17,7 +18,11 @@ class ToolChoice:
 
 @dataclass
 class Turn:
-    """One chat request. `fields` carries the sampling fields; `tools` are in OpenAI's nested form."""
+    """One chat request. `fields` carries the sampling fields; `tools` are in OpenAI's nested form.
+
+    `places` says where each message stands in the request (None: `messages.0` and so on) and `names` what the protocol
+    calls a field of OpenAI's chat requests, so that an error names what the client sent.
+    """
 
     fields: SamplingFields
     messages: list[dict[str, Any]]
@@ -32,3 +37,5 @@ class Turn:
     logprobs: int | None = None
     add_generation_prompt: bool = True
     continue_final: bool = False
+    places: list[str] | None = None
+    names: Mapping[str, str] = field(default_factory=dict)
