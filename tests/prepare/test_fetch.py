@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import namedtuple
 from pathlib import Path
 from types import SimpleNamespace
+from typing import BinaryIO
 
 import pytest
 from typer.testing import CliRunner
@@ -119,12 +120,12 @@ def test_the_hub_is_asked_through_its_client(tmp_path: Path, monkeypatch: pytest
         assert (repo, revision, files_metadata) == ("me/mine", "abc", True)
         return SimpleNamespace(siblings=[SimpleNamespace(rfilename=n, size=len(b)) for n, b in files.items()])
 
-    def download(repo: str, name: str, revision: str | None, local_dir: Path) -> None:
-        (local_dir / name).write_bytes(files[name])
-        (local_dir / ".cache").mkdir(exist_ok=True)
+    def transfer(url: str, target: BinaryIO, *, resume_size: int, headers: object, expected_size: int) -> None:
+        assert "/me/mine/resolve/abc/" in url and resume_size == 0
+        target.write(files[url.rsplit("/", 1)[-1]])
 
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", model_info)
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    monkeypatch.setattr("huggingface_hub.file_download.http_get", transfer)
     directory = fetch(plan({"target": ("me/mine", "abc")}, Hub(), tmp_path), Hub(), tmp_path)[0]
     assert sorted(path.name for path in directory.iterdir()) == ["a.safetensors", "config.json"]
 

@@ -6,6 +6,7 @@ repository is collected in `DIR.partial` and renamed when every size agrees, so 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -24,10 +25,11 @@ CHUNK = 16 << 20
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """A file of a repository: its name there and its size in bytes."""
+    """A file of a repository: its name there, its size in bytes, and its SHA-256 where the origin knows it."""
 
     name: str
     size: int
+    sha256: str | None = None
 
 
 class Origin(Protocol):
@@ -66,18 +68,42 @@ class Mirror:
 
 @dataclass(frozen=True)
 class Hub:
-    """The Hugging Face Hub through its own client, which resumes downloads and checks hashes."""
+    """The Hugging Face Hub through its own client.
+
+    The client's own download of a file starts afresh after a kill, so its transfer function is given a part to append
+    to. A part is continued only where the Hub states the file's hash, and the whole is checked against it.
+    """
 
     def list(self, repo: str, revision: str | None) -> Sequence[RemoteFile]:
         from huggingface_hub import HfApi
 
         info = self._ask(repo, lambda: HfApi().model_info(repo, revision=revision, files_metadata=True))
-        return [RemoteFile(file.rfilename, file.size or 0) for file in info.siblings or ()]
+        return [
+            RemoteFile(file.rfilename, file.size or 0, getattr(getattr(file, "lfs", None), "sha256", None))
+            for file in info.siblings or ()
+        ]
 
     def get(self, repo: str, revision: str | None, file: RemoteFile, into: Path) -> None:
-        from huggingface_hub import hf_hub_download
+        from huggingface_hub import hf_hub_url
+        from huggingface_hub.file_download import http_get
+        from huggingface_hub.utils import build_hf_headers
 
-        self._ask(repo, lambda: hf_hub_download(repo, file.name, revision=revision, local_dir=into))
+        part = into / f"{file.name}.{(file.sha256 or 'whole')[:12]}.part"
+        if file.sha256 is None:
+            part.unlink(missing_ok=True)
+        url = hf_hub_url(repo, file.name, revision=revision)
+        with part.open("ab") as target:
+            here = target.tell()
+            self._ask(
+                repo,
+                lambda: http_get(
+                    url, target, resume_size=here, headers=build_hf_headers(), expected_size=file.size or None
+                ),
+            )
+        if file.sha256 is not None and _sha256(part) != file.sha256:
+            part.unlink()
+            raise CheckpointError(f"{repo}: {file.name} arrived with another hash.", "Run the same command again.")
+        part.rename(into / file.name)
 
     @staticmethod
     def _ask(repo: str, call: Callable[[], Any]) -> Any:
@@ -159,6 +185,11 @@ def plan(roles: Mapping[str, tuple[str, str | None]], origin: Origin, into: Path
     return items
 
 
+def _sha256(path: Path) -> str:
+    with path.open("rb") as handle:
+        return hashlib.file_digest(handle, "sha256").hexdigest()
+
+
 def partial(directory: Path) -> Path:
     return directory.with_name(directory.name + ".partial")
 
@@ -203,7 +234,8 @@ def fetch(items: Sequence[Item], origin: Origin, into: Path, progress: Progress 
                     f"{work / file.name} has {size} bytes instead of {file.size}.", "Run the same command again."
                 )
             done += file.size
-        shutil.rmtree(work / ".cache", ignore_errors=True)
+        for part in work.glob("*.part"):  # of another revision
+            part.unlink()
         if not repair:
             work.rename(item.directory)
     progress("complete", total, total)
