@@ -124,7 +124,7 @@ def run_case(case: Case, directory: Path, card: int, used: int) -> dict[str, Any
 
     device = torch.device("cuda")
     share = card - used - planner.DRIVER - planner.CONTEXT
-    torch.cuda.set_per_process_memory_fraction(share / torch.cuda.mem_get_info(device)[1], device)
+    torch.cuda.set_per_process_memory_fraction(share / torch.cuda.mem_get_info(device)[1])
     settings = resolve({"model": str(directory), "session_dir": "none", **case.knobs}, {}, {})
     checkpoint = open_checkpoint(directory)
     chosen = choices(settings, checkpoint, "bfloat16", device)

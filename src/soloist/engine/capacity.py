@@ -163,7 +163,8 @@ def _check_context(settings: Settings, chosen: Choices, pages: int) -> None:
 def card_room(device: torch.device) -> int:
     """Bytes this process can still have on a card: what is free, or less where it was given a share of the card."""
     free, total = torch.cuda.mem_get_info(device)
-    share = int(torch.cuda.get_per_process_memory_fraction(device) * total)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    share = int(torch.cuda.get_per_process_memory_fraction(index) * total)
     # What torch holds without using it can be had again, but not in one piece.
     return min(free, share - torch.cuda.memory_reserved(device))
 
