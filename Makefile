@@ -1,4 +1,4 @@
-# make chat | serve | test | slow | full | lint | setup | dev | docs | lock
+# make chat | serve | test | slow | full | lint | setup | dev | docs | figures | soak | lock
 # Knobs pass through: make serve MODEL=~/models/qwen SPEC=dflash2 PORT=8000
 
 VENV := .venv
@@ -13,7 +13,7 @@ export VENV
 JOBS ?= 2
 PYTEST = $(PYTHON_BIN) -m pytest -n $(JOBS) --dist loadscope
 
-.PHONY: help chat serve test slow full lint setup dev docs lock
+.PHONY: help chat serve test slow full lint setup dev docs figures soak lock
 
 help:
 	@echo "make chat    set up if needed, serve the bundled demo model, open a chat"
@@ -22,7 +22,8 @@ help:
 	@echo "make slow    the tests that take minutes; make full: the sweeps that take hours"
 	@echo "make lint    ruff and mypy"
 	@echo "make setup   only create .venv with what serving needs; make dev adds what testing needs"
-	@echo "make docs    regenerate docs/knobs.md and docs/commands.md"
+	@echo "make docs    write the pages that come from code and data"
+	@echo "make figures take the demo's figures on this CPU again (15 to 20 minutes); make soak: half an hour more"
 	@echo "make lock    resolve pyproject.toml into requirements/*.txt"
 
 chat: $(RUNTIME)
@@ -51,6 +52,12 @@ lint: $(DEV)
 
 docs: $(DEV)
 	$(PYTHON_BIN) tools/generate_docs.py
+
+figures: $(DEV)
+	$(PYTHON_BIN) tools/retake.py
+
+soak: $(DEV)
+	$(PYTHON_BIN) tools/retake.py --soak
 
 lock: $(DEV)
 	$(PYTHON_BIN) tools/lock.py

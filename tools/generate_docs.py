@@ -1,4 +1,6 @@
-"""Write docs/knobs.md and docs/commands.md from the code; `--check` only says whether they are current."""
+"""Write the pages that come from code (knobs, commands, troubleshooting) and from data (tables between the marks of
+`tools/figures.py`); `--check` only says whether they are current.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +9,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import figures
 import typer
 from typer.core import TyperGroup
 
+from soloist import doctor
 from soloist.cli import app
 from soloist.commands.knobs import markdown
 from soloist.settings import KNOBS
@@ -49,14 +53,21 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="exit with 1 if a page is out of date")
     check = parser.parse_args().check
+    pages = {
+        DOCS / "knobs.md": markdown(),
+        DOCS / "commands.md": commands_page(),
+        DOCS / "troubleshooting.md": doctor.markdown(),
+    }
+    for page in (DOCS.parent / "README.md", *sorted(DOCS.glob("*.md"))):
+        if page not in pages and figures.BLOCK.search(text := page.read_text(encoding="utf-8")):
+            pages[page] = figures.fill(text)
     stale = []
-    for name, text in {"knobs.md": markdown(), "commands.md": commands_page()}.items():
-        page = DOCS / name
-        if page.exists() and page.read_text() == text:
+    for page, text in pages.items():
+        if page.exists() and page.read_text(encoding="utf-8") == text:
             continue
-        stale.append(name)
+        stale.append(page.name)
         if not check:
-            page.write_text(text)
+            page.write_text(text, encoding="utf-8")
     if check and stale:
         print(f"out of date: {', '.join(stale)}; run `make docs`", file=sys.stderr)
         return 1

@@ -1,0 +1,111 @@
+"""Take every figure of the demo on this CPU again, one after the other, and write the pages that show them.
+
+    python tools/retake.py                        # all, 15 to 20 minutes on two quiet cores
+    python tools/retake.py decode single          # some
+    python tools/retake.py --list
+
+Nothing else should run meanwhile: every result carries the load average. A run that fails is named at the end, and the
+exit code says so. `soak` takes half an hour and is not among them: `make soak`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PORT = 18955
+URL = f"--url http://127.0.0.1:{PORT}"
+COMMON = f"{URL} --no-thinking --out benchmarks/demo-cpu"
+SERVE = f"soloist serve demo --port {PORT}"
+
+# Need no server, share one, and restart their own.
+TOOLS = {
+    "decode": "python tools/cpu_decode.py --threads 2 --rounds 3 --tokens 100 --out benchmarks/cpu/decode.json",
+    "first-token": "python tools/first_token.py --runs 4 --out benchmarks/cpu/first_token.json",
+    "speculation": "python tools/speculation.py --threads 2 --out benchmarks/cpu/speculation.json",
+}
+SCENARIOS = {
+    "smoke": f"soloist bench smoke {COMMON} --name smoke",
+    "single": f"soloist bench single {COMMON} --name single --max-tokens 256 --repeat 2",
+    "ladder": f"soloist bench ladder {COMMON} --name ladder --prompt-tokens 600 --max-tokens 96 --rungs 1,2,4,6,8 "
+    "--repeat 2",
+    "prefill": f"soloist bench prefill {COMMON} --name prefill --lengths 128,512,2048 --cohorts 1,4 --repeat 2",
+    "quality": f"soloist bench quality {COMMON} --name quality --lengths 100,200,500",
+}
+RESTARTING = {
+    "document": f"soloist bench document {COMMON} --name document --tokens 150 --max-tokens 256 --repeat 2 "
+    f'--serve "{SERVE} --session-dir benchmarks/sessions"',
+}
+SOAK = (
+    f"soloist bench soak {COMMON} --name soak --minutes 30 --max-tokens 120 "
+    f'--serve "{SERVE} --session-dir benchmarks/sessions"'
+)
+
+
+def run(name: str, command: str) -> bool:
+    """One measurement from the repository's root, its output shown; True if it succeeded."""
+    began = time.monotonic()
+    print(f"\n== {name}: {command}", flush=True)
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    done = subprocess.run(command, shell=True, cwd=ROOT, env={**os.environ, "PATH": path, "PYTHONPATH": "src:tests"})
+    print(f"== {name}: {'done' if done.returncode == 0 else 'FAILED'} in {time.monotonic() - began:.0f} s", flush=True)
+    return done.returncode == 0
+
+
+def with_server(chosen: dict[str, str]) -> list[str]:
+    """The scenarios over one server; returns those that failed. The first one starts it, as a stranger would."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    environment = {**os.environ, "PATH": path, "PORT": str(PORT)}
+    server = subprocess.Popen(SERVE.split(), cwd=ROOT, env=environment)
+    try:
+        deadline = time.monotonic() + 300
+        while subprocess.run(["soloist", "service", "ready"], env=environment, cwd=ROOT).returncode:
+            if server.poll() is not None or time.monotonic() > deadline:
+                return list(chosen)
+            time.sleep(0.5)
+        return [name for name, command in chosen.items() if not run(name, command)]
+    finally:
+        server.terminate()
+        server.wait(60)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", help="some of the measurements; default: all")
+    parser.add_argument("--list", action="store_true", help="print the commands and stop")
+    parser.add_argument("--soak", action="store_true", help="only the half-hour soak")
+    args = parser.parse_args()
+    everything = {**TOOLS, **SCENARIOS, **RESTARTING}
+    if args.list:
+        print("\n".join(f"{name:12} {command}" for name, command in {**everything, "(--soak)": SOAK}.items()))
+        return 0
+    unknown = set(args.names) - set(everything)
+    if unknown:
+        parser.error(f"unknown: {', '.join(sorted(unknown))}; known: {', '.join(everything)}")
+    if os.getloadavg()[0] > 0.5:
+        print(
+            f"The load average is {os.getloadavg()[0]:.1f}: figures taken now are of a busy machine.", file=sys.stderr
+        )
+    began = time.monotonic()
+    shutil.rmtree(ROOT / "benchmarks/sessions", ignore_errors=True)  # what an earlier run left would be warm
+    if args.soak:
+        failed = [] if run("soak", SOAK) else ["soak"]
+    else:
+        wanted = {name: command for name, command in everything.items() if not args.names or name in args.names}
+        failed = [name for name in TOOLS if name in wanted and not run(name, wanted[name])]
+        scenarios = {name: command for name, command in wanted.items() if name in SCENARIOS}
+        failed += with_server(scenarios) if scenarios else []
+        failed += [name for name in RESTARTING if name in wanted and not run(name, wanted[name])]
+    pages = subprocess.run([sys.executable, "tools/generate_docs.py"], cwd=ROOT).returncode
+    print(f"\n{(time.monotonic() - began) / 60:.1f} minutes; failed: {', '.join(failed) or 'none'}")
+    return 1 if failed or pages else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
