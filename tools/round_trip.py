@@ -2,7 +2,7 @@
 
     soloist capture MODEL --prompts CALIBRATION --part lm_head --part mtp --out CAPTURE
     soloist capture MODEL --drafter DRAFTER --prompts CALIBRATION --part drafter --out CAPTURE-DRAFTER
-    python tools/round_trip.py MODEL DRAFTER CAPTURE CAPTURE-DRAFTER --vllm PYTHON --out benchmarks/peers/round-trip.json
+    python tools/round_trip.py MODEL DRAFTER CAPTURE CAPTURE-DRAFTER --vllm PYTHON --out RESULT
 
 MODEL and DRAFTER are dense. The whole recipe is made by the commands a user types (int4 GPTQ body, head, MTP module and
 drafter, int8 embedding, draft vocabulary); Soloist serves the result without drafts, with MTP and with DFlash2; then

@@ -1,4 +1,4 @@
-"""`soloist fetch` against a Hub of our own on 127.0.0.1, through the real client: killed in mid-file, it goes on there."""
+"""`soloist fetch` against a Hub of our own on 127.0.0.1, by the real client: killed in mid-file, it goes on there."""
 
 from __future__ import annotations
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -210,6 +212,49 @@ def test_an_interrupted_run_goes_on(dense: Path, tmp_path: Path, monkeypatch: py
     assert len(ran) == len(set(ran)) == len(reports) and ran[:9] == first
     for path in out.glob("*.safetensors"):
         assert path.read_bytes() == (tmp_path / "straight" / path.name).read_bytes()
+    assert not (tmp_path / "out.partial").exists()
+
+
+KILLED = """
+import sys
+from soloist.checkpoint.reader import open_checkpoint
+from soloist.checkpoint.writer import DirectoryWriter
+from soloist.prepare.quantize import quantize
+from soloist.prepare.recipe import PartRecipe
+from pathlib import Path
+put = DirectoryWriter.put
+def slowly(self, *args):
+    put(self, *args)
+    print(len(self.done), flush=True)
+    sys.stdin.readline()
+DirectoryWriter.put = slowly
+int4 = PartRecipe(4, group=32)
+quantize(open_checkpoint(sys.argv[1]), {"body": int4, "embed": PartRecipe(8, group=32)}, Path(sys.argv[2]))
+"""
+
+
+def test_killed_in_the_middle_of_a_module(dense: Path, tmp_path: Path) -> None:
+    """SIGKILL between two writes of one module: nothing at OUT, and the next run ends with a straight run's bytes."""
+    parts = {"body": INT4, "embed": INT8}
+    quantize(open_checkpoint(dense), parts, tmp_path / "straight")  # type: ignore[arg-type]
+    out = tmp_path / "out"
+    child = subprocess.Popen(
+        [sys.executable, "-c", KILLED, str(dense), str(out)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert child.stdin is not None and child.stdout is not None
+    for _ in range(8):  # three writes a module: the codes of the third are written, its scales are not
+        done = int(child.stdout.readline())
+        child.stdin.write("\n")
+        child.stdin.flush()
+    child.stdout.readline()
+    child.kill()
+    child.wait()
+    assert done >= 2 and not out.exists()
+    kept = len((tmp_path / "out.partial" / JOURNAL).read_text().splitlines())
+    assert kept >= done
+    quantize(open_checkpoint(dense), parts, out)  # type: ignore[arg-type]
+    for path in (tmp_path / "straight").iterdir():
+        assert (out / path.name).read_bytes() == path.read_bytes(), path.name
     assert not (tmp_path / "out.partial").exists()
 
 

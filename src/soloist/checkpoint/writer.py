@@ -125,6 +125,7 @@ class DirectoryWriter:
                 offset += tensor.nbytes
         self._key = hashlib.sha256(json.dumps([plan_key, sorted(self._places)]).encode()).hexdigest()
         self.done: dict[str, dict[str, Any]] = {}
+        self._unsynced: set[Path] = set()
 
     def open(self) -> None:
         """Create or resume the partial directory. Raises CapacityError if the disk cannot hold the result."""
@@ -164,6 +165,7 @@ class DirectoryWriter:
         with path.open("r+b") as handle:
             handle.seek(offset + row * row_bytes)
             handle.write(tensor_bytes(values))
+        self._unsynced.add(path)
 
     def get(self, name: str) -> torch.Tensor:
         """Read back a tensor that was put."""
@@ -178,6 +180,7 @@ class DirectoryWriter:
         path, offset, tensor = self._places[name]
         if tensor.source is None:
             raise ValueError(f"{name} has no source to copy from")
+        self._unsynced.add(path)
         with tensor.source.shard.path.open("rb") as source, path.open("r+b") as target:
             source.seek(tensor.source.start)
             target.seek(offset)
@@ -190,7 +193,12 @@ class DirectoryWriter:
                 left -= len(chunk)
 
     def finished(self, key: str, note: dict[str, Any] | None = None) -> None:
-        """Remember that everything under `key` is written, with a note for whoever resumes."""
+        """Remember that everything under `key` is written, with a note for whoever resumes: the data reaches the disk
+        before the note does."""
+        for path in self._unsynced:
+            with path.open("rb") as handle:
+                os.fsync(handle.fileno())
+        self._unsynced.clear()
         self.done[key] = note or {}
         self._note({"done": key, "note": self.done[key]})
 
