@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import subprocess
 import sys
@@ -56,23 +57,35 @@ def test_a_fault_in_the_cache_is_found(tmp_path, monkeypatch):
     assert code == 1 and any("answer differs at character" in f for f in result.failures), result.failures
 
 
-def test_ending_the_benchmark_ends_its_server(tmp_path, monkeypatch):
+@pytest.mark.parametrize("when", ["as it starts", "when it answers"])
+def test_ending_the_benchmark_ends_its_server(when, tmp_path, monkeypatch):
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2] / "src"))
     url = f"http://127.0.0.1:{port}"
-    serve = f"{sys.executable} {SOUND} serve demo --port {port}"
+    serve = f"{sys.executable} {SOUND} serve demo --port {port} --drain-s 1"
     program = [sys.executable, "-c", "from soloist.cli import main; main()"]
     arguments = ["bench", "soak", "--minutes", "5", "--serve", serve, "--url", url, "--out", str(tmp_path), "--no-plot"]
     with subprocess.Popen([*program, *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as bench:
         deadline = time.monotonic() + 240
-        while not answers(url):
+        log = tmp_path / "server.log"
+        while not (log.exists() and log.read_text() if when == "as it starts" else answers(url)):
             assert bench.poll() is None and time.monotonic() < deadline
-            time.sleep(0.5)
+            time.sleep(0.1)
+        assert processes(f"--port\0{port}\0")
         bench.terminate()
-        assert bench.wait(60) == 2
-    assert not answers(url)
+        assert bench.wait(240) == 2
+    assert not processes(f"--port\0{port}\0")
+
+
+def processes(words: str) -> list[str]:
+    """Command lines of this machine that hold `words`."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            found.append(path.read_text(errors="replace"))
+    return [line for line in found if words in line]
 
 
 def answers(url: str) -> bool:

@@ -70,12 +70,10 @@ async def _measure(options: Options, scenario: Scenario, title: str, total: int 
     running = asyncio.current_task()
     if running is not None:  # a supervisor's SIGTERM must not leave a server of ours behind
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, running.cancel)
-    server = None
-    if options.serve:
-        server = OwnServer(options.serve, options.url, options.out / "server.log")
-        seconds = await server.start()
-        console.print(f"[dim]server answered after {seconds:.1f} s[/dim]")
-    try:
+    server = OwnServer(options.serve, options.url, options.out / "server.log") if options.serve else None
+    try:  # from here on, so that one that is still starting is ended too
+        if server is not None:
+            console.print(f"[dim]server answered after {await server.start():.1f} s[/dim]")
         async with Client(options.url, model=options.model, key=options.key) as client:
             with _progress() as progress:
                 task = progress.add_task(title, total=total, last="")
