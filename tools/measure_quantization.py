@@ -26,11 +26,10 @@ from soloist import Engine
 from soloist.bench.machine import commit, machine, versions
 from soloist.checkpoint.reader import Checkpoint, open_checkpoint
 from soloist.prepare import draft_vocab
-from soloist.prepare.capture import OUTPUTS
 from soloist.prepare.evaluate import compare
 from soloist.prepare.hessians import Captured
 from soloist.prepare.quantize import Gptq, quantize
-from soloist.prepare.recipe import Part, PartRecipe
+from soloist.prepare.recipe import OUTPUTS, Part, PartRecipe
 from soloist.prepare.texts import Reader
 from soloist.sampling.params import SamplingParams
 

@@ -14,9 +14,10 @@ from soloist import Engine
 from soloist.checkpoint.reader import open_checkpoint
 from soloist.cli import app
 from soloist.errors import CheckpointError, SettingError
-from soloist.prepare.capture import OUTPUTS, capture
+from soloist.prepare.capture import capture
 from soloist.prepare.draft_vocab import read_counts
 from soloist.prepare.hessians import Captured
+from soloist.prepare.recipe import OUTPUTS
 from soloist.sampling.params import SamplingParams
 from tiny import build_tiny, build_tiny_drafter
 

@@ -16,10 +16,9 @@ from soloist.checkpoint.reader import open_checkpoint
 from soloist.checkpoint.shards import BESIDE, INDEX_NAME, read_directory
 from soloist.cli import app
 from soloist.errors import CheckpointError, UserError
-from soloist.prepare.capture import TOKENS
 from soloist.prepare.draft_vocab import choose, control_ids, coverage, curve, size_for, write
 from soloist.prepare.quantize import quantize
-from soloist.prepare.recipe import PartRecipe
+from soloist.prepare.recipe import TOKENS, PartRecipe
 from tiny import SPECIALS, build_tiny
 
 COUNTS = Counter({5: 100, 9: 50, 7: 50, 300: 10, 2: 1})

@@ -43,6 +43,58 @@ def test_a_dense_target_lacks_everything(tmp_path: Path) -> None:
     assert f"{found.parameters:,}" in "\n".join(plan_text(found))
 
 
+STATES: dict[str, tuple[dict[str, object], dict[str, PartRecipe]]] = {
+    "dense": ({}, {}),
+    "dense, tied": ({"tied": True}, {}),
+    "body and head done": ({}, {"body": PartRecipe(4), "lm_head": PartRecipe(4)}),
+    "all but the embedding": ({"mtp": False}, {"body": PartRecipe(4), "lm_head": PartRecipe(4)}),
+    "no MTP module": ({"mtp": False}, {}),
+    "all but a vocabulary": (
+        {},
+        {"body": PartRecipe(4), "lm_head": PartRecipe(4), "embed": PartRecipe(8), "mtp": PartRecipe(4)},
+    ),
+}
+
+
+QUICK = ("dense", "all but a vocabulary", "drafter")
+
+
+@pytest.mark.parametrize(
+    "state",
+    [pytest.param(state, marks=() if state in QUICK else pytest.mark.slow) for state in (*STATES, "drafter")],
+)
+def test_every_command_works_as_it_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str) -> None:
+    """In a directory with a space in its name and seen as `.`; afterwards nothing is missing."""
+    changes, parts = STATES.get(state, ({}, {}))
+    sizes = {
+        "pattern": "LLLF" if state == "drafter" else "LF",
+        "hidden": 256,
+        "ffn": 256,
+        "key_dim": 64,
+        "value_dim": 64,
+        "head_dim": 64,
+    }
+    directory = build_tiny(tmp_path / "my model", **(sizes | changes))
+    if parts:
+        quantize(open_checkpoint(directory), parts, tmp_path / "my quants")  # type: ignore[arg-type]
+        directory = tmp_path / "my quants"
+    if state == "drafter":
+        directory = build_tiny_drafter(directory / "dflash2", directory)
+    monkeypatch.setattr("soloist.prepare.texts.Reader.prompts", lambda *_, **__: [list(b"A fox"), list(b"Two foxes")])
+    monkeypatch.setenv("MAX_LEN", "128")
+    monkeypatch.setenv("THREADS", "1")
+    monkeypatch.chdir(directory)
+    found = inspect(Path("."))
+    assert found.commands
+    for command in found.commands:
+        done = CliRunner().invoke(app, shlex.split(command)[1:])
+        assert done.exit_code == 0, (command, done.output)
+    last = shlex.split(found.commands[-1])
+    made = Path(last[last.index("--out") + 1] if "--out" in last else last[2])
+    after = inspect(made)
+    assert after.missing == () and after.commands == () and after.notes == found.notes
+
+
 def test_what_is_there_is_not_asked_for_again(tmp_path: Path) -> None:
     source = build_tiny(tmp_path / "m", pattern="LF")
     parts = {"body": PartRecipe(4, group=32), "lm_head": PartRecipe(4, group=32), "embed": PartRecipe(8, group=32)}

@@ -19,8 +19,14 @@ def capture(
     settings: Settings,
     model: Annotated[str | None, typer.Argument(help="Model directory, or `demo`.")] = None,
     *,
-    prompts: Annotated[Path, typer.Option(help="One prompt per line, or JSON lines with text, messages or ids.")],
     out: Annotated[Path, typer.Option(help="Directory to write.")],
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            help="One prompt per line, or JSON lines with text, messages or ids. Default: 180 that come with Soloist; "
+            "prompts like your own calibrate better."
+        ),
+    ] = None,
     part: Annotated[
         list[str] | None, typer.Option(help="lm_head, mtp or drafter; repeat it. Default: head and what drafts.")
     ] = None,

@@ -27,11 +27,11 @@ from soloist.offline import Engine as Offline
 from soloist.ops.products import Linear
 from soloist.prepare.gptq import Hessian
 from soloist.prepare.hessians import SUMMARY, save_hessians
+from soloist.prepare.recipe import OUTPUTS, TOKENS
 from soloist.prepare.streaming import Watched
 from soloist.progress import Progress, silent
 from soloist.sampling.params import SamplingParams
 
-OUTPUTS, TOKENS = "outputs.jsonl", "tokens.json"
 Target = Literal["lm_head", "mtp", "drafter"]
 
 

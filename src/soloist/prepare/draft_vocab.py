@@ -22,7 +22,7 @@ from soloist.checkpoint.shards import BESIDE, INDEX_NAME, read_beside, read_dire
 from soloist.checkpoint.writer import index_text, write_file_atomic, write_text_atomic
 from soloist.errors import CheckpointError, UserError
 from soloist.ops.linear import DenseWeight, QuantizedWeight, Weight
-from soloist.prepare.capture import TOKENS
+from soloist.prepare.recipe import TOKENS
 
 LISTED = "draft_vocab_ids.json"
 CONTROL = (

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import shlex
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from soloist.checkpoint.reader import Checkpoint, PartSummary, open_checkpoint
+from soloist.prepare.recipe import OUTPUTS
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,7 @@ def _missing(checkpoint: Checkpoint) -> tuple[tuple[Missing, ...], tuple[str, ..
         stored = checkpoint.modules.get(module)
         if stored is not None and stored.dense:
             found.append(Missing(what, why))
-            parts.append(f"--part {part}={form}")
+            parts.append(f"{part}={form}")
 
     if checkpoint.kind == "drafter":
         want("layers.0.mlp.up_proj", "drafter", "int4:gptq", "a 4-bit drafter", "it is read once per step")
@@ -119,22 +121,38 @@ def _missing(checkpoint: Checkpoint) -> tuple[tuple[Missing, ...], tuple[str, ..
         want(head, "lm_head", "int4:gptq", "a 4-bit head", "every verify row and every draft reads it")
         want("embed_tokens", "embed", "int8", "an 8-bit embedding", "memory only: its rows are gathered")
         want("mtp.fc", "mtp", "int4:gptq", "a 4-bit MTP module", "it runs once per drafted token")
-    commands = []
-    if any("gptq" in part for part in parts):
-        target = "TARGET --drafter " + str(here) if checkpoint.kind == "drafter" else str(here)
-        commands.append(f"soloist capture {target} --prompts PROMPTS --out CAPTURE")
-    result = here
-    if parts:
-        result = here.with_name(here.name + "-fast")
-        text = " --text TEXT" if any(part.startswith("--part body") for part in parts) else ""
-        calibrated = " --capture CAPTURE" + text if commands else ""
-        commands.append(f"soloist quantize {here} {' '.join(parts)}{calibrated} --out {result}")
-    if checkpoint.kind == "target" and checkpoint.has_mtp and not checkpoint.has_draft_head:
+    vocabulary = checkpoint.kind == "target" and checkpoint.has_mtp and not checkpoint.has_draft_head
+    if vocabulary:
         found.append(Missing("a draft vocabulary", "drafts read a head cut to it"))
-        if not commands:
-            commands.append(f"soloist capture {here} --prompts PROMPTS --out CAPTURE")
-        commands.append(f"soloist draft-vocab {result} --capture CAPTURE")
-    return tuple(found), tuple(commands)
+    return tuple(found), _commands(checkpoint, parts, vocabulary)
+
+
+def _commands(checkpoint: Checkpoint, parts: Sequence[str], vocabulary: bool) -> tuple[str, ...]:
+    """Commands to be run as they stand; only the target of a drafter that lies alone has to be filled in."""
+    here = checkpoint.directory.resolve()
+    captured, result = (str(here.with_name(here.name + ending)) for ending in ("-capture", "-fast"))
+    gptq = [part for part in parts if "gptq" in part]
+    commands: list[list[str]] = []
+    if gptq or vocabulary:
+        model = [str(here)]
+        if checkpoint.kind == "drafter":
+            inside = (here.parent / "config.json").exists() and kind_of(here.parent) == "target"
+            model = [str(here.parent) if inside else "TARGET", "--drafter", str(here)]
+        wanted = [part for part in ("lm_head", "mtp", "drafter") if any(f"{part}=" in text for text in gptq)]
+        wanted = wanted or ["lm_head"]
+        commands.append(["capture", *model, *_flags("--part", wanted), "--out", captured])
+    if parts:
+        calibration = ["--capture", captured] if any("body" not in part for part in gptq) else []
+        if any("body" in part for part in gptq):
+            calibration += ["--text", f"{captured}/{OUTPUTS}"]
+        commands.append(["quantize", str(here), *_flags("--part", parts), *calibration, "--out", result])
+    if vocabulary:
+        commands.append(["draft-vocab", result if parts else str(here), "--capture", captured])
+    return tuple(shlex.join(["soloist", *command]) for command in commands)
+
+
+def _flags(name: str, values: Sequence[str]) -> list[str]:
+    return [word for value in values for word in (name, value)]
 
 
 def plan_text(inspection: Inspection) -> list[str]:

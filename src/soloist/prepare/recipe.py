@@ -13,6 +13,8 @@ from soloist.errors import CheckpointError, SettingError
 Part = Literal["body", "lm_head", "embed", "mtp", "drafter"]
 Method = Literal["rtn", "gptq"]
 PARTS: tuple[Part, ...] = ("body", "lm_head", "embed", "mtp", "drafter")
+OUTPUTS, TOKENS = "outputs.jsonl", "tokens.json"
+"""Files of a capture directory: the answers with their prompts, and how often each token occurs in the answers."""
 SMALL = ("in_proj_a", "in_proj_b", "kernel_projection", "hidden_projection")
 
 

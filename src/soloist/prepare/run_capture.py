@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib import resources
 from pathlib import Path
 
 from soloist import progress
@@ -18,7 +19,7 @@ TARGETS: tuple[Target, ...] = ("lm_head", "mtp", "drafter")
 
 def run(
     settings: Settings,
-    prompts: Path,
+    prompts: Path | None,
     out: Path,
     parts: Sequence[str],
     tokens: int,
@@ -34,7 +35,8 @@ def run(
         raise SettingError("One run drafts with one drafter.", "Capture mtp and drafter in two runs.")
     directory = model_directory(settings.model)
     switches = {} if thinking is None else {"enable_thinking": thinking}
-    asked = Reader(directory).prompts(prompts, **switches)
+    with resources.as_file(resources.files("soloist.prepare").joinpath("prompts.txt")) as own:
+        asked = Reader(directory).prompts(prompts or own, **switches)
     knobs = {name: getattr(settings, name) for name in KNOBS if settings.given(name) and name != "model"}
     wanted = next((spec for part, spec in (("mtp", "mtp"), ("drafter", "dflash2")) if part in parts), None)
     if wanted is not None:
