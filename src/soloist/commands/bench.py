@@ -8,8 +8,9 @@ from typing import Annotated, Any
 
 import typer
 
+from soloist.bench.console import Options
+from soloist.commands._bench_options import takes_options
 from soloist.errors import UserError
-from soloist.settings import from_process
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -17,56 +18,11 @@ app = typer.Typer(
     help="Tables and plots that anyone can reproduce, against any OpenAI-compatible server.",
 )
 
-Url = Annotated[str | None, typer.Option(help="Server under test. Default: this machine's HOST and PORT.")]
-Model = Annotated[str | None, typer.Option(help="Model name to ask for. Default: the first the server lists.")]
-Key = Annotated[str | None, typer.Option(help="API key. Default: the API_KEY knob.")]
-Out = Annotated[Path, typer.Option(help="Directory for the JSON and the plot.")]
-Name = Annotated[str | None, typer.Option(help="File name without ending. Default: scenario and model.")]
-Plot = Annotated[bool, typer.Option("--plot/--no-plot", help="Draw a PNG beside the JSON (needs matplotlib).")]
-Repeat = Annotated[int, typer.Option("--repeat", min=1, help="Measure this many times and print the spread.")]
-WarmUp = Annotated[int, typer.Option(min=0, help="Requests before the clock starts.")]
-Thinking = Annotated[
-    bool | None, typer.Option("--thinking/--no-thinking", help="Ask for thinking on or off. Default: the template's.")
-]
-Serve = Annotated[
-    str | None, typer.Option(help='Start this command first and stop it afterwards, such as "soloist serve demo".')
-]
 MaxTokens = Annotated[int, typer.Option(min=1, help="Longest answer in tokens.")]
-
-OUT = Path("benchmarks/results")
 PARTS = "perplexity,battery,needle"
 
 
-def _options(
-    url: str | None,
-    model: str | None,
-    key: str | None,
-    out: Path,
-    name: str | None,
-    plot: bool,
-    serve: str | None,
-    repeats: int = 1,
-    warm_up: int = 2,
-    thinking: bool | None = None,
-) -> Any:
-    from soloist.bench.console import Options
-
-    settings = from_process()
-    return Options(
-        url=url or settings.url,
-        model=model,
-        key=key or (settings.api_key[0] if settings.api_key else None),
-        out=out,
-        name=name,
-        plot=plot,
-        repeats=repeats,
-        warm_up=warm_up,
-        thinking=thinking,
-        serve=serve,
-    )
-
-
-def _finish(options: Any, scenario: Callable[[Any], Awaitable[Any]], title: str, total: int | None = None) -> None:
+def _finish(options: Options, scenario: Callable[[Any], Awaitable[Any]], title: str, total: int | None = None) -> None:
     from soloist.bench.console import execute
 
     raise typer.Exit(execute(options, scenario, title, total))
@@ -84,17 +40,9 @@ def numbers(text: str, what: str) -> list[int]:
 
 
 @app.command()
+@takes_options()
 def single(
-    url: Url = None,
-    model: Model = None,
-    key: Key = None,
-    out: Out = OUT,
-    name: Name = None,
-    plot: Plot = True,
-    serve: Serve = None,
-    repeat: Repeat = 1,
-    warm_up: WarmUp = 2,
-    thinking: Thinking = None,
+    options: Options,
     max_tokens: MaxTokens = 1024,
     cohorts: Annotated[str, typer.Option(help="How many requests run together, comma-separated.")] = "1,2,4,8",
     sampling: Annotated[str, typer.Option(help="default, greedy, or both with a comma.")] = "default,greedy",
@@ -108,27 +56,18 @@ def single(
     modes = [m.strip() for m in sampling.split(",") if m.strip()]
     if not modes or set(modes) - set(scenario.MODES):
         raise UserError(f"--sampling {sampling!r} is not known.", "Use default, greedy, or default,greedy.")
-    options = _options(url, model, key, out, name, plot, serve, repeat, warm_up, thinking)
     _finish(
         options,
         lambda c: scenario.run(c, chosen, max_tokens=max_tokens, cohorts=sizes, modes=modes),
         "single",
-        scenario.steps(len(chosen), repeat, sizes, modes),
+        scenario.steps(len(chosen), options.repeats, sizes, modes),
     )
 
 
 @app.command()
+@takes_options()
 def ladder(
-    url: Url = None,
-    model: Model = None,
-    key: Key = None,
-    out: Out = OUT,
-    name: Name = None,
-    plot: Plot = True,
-    serve: Serve = None,
-    repeat: Repeat = 1,
-    warm_up: WarmUp = 2,
-    thinking: Thinking = None,
+    options: Options,
     max_tokens: MaxTokens = 256,
     rungs: Annotated[str, typer.Option(help="Numbers of streams, comma-separated.")] = "1,2,3,4,5,6,7,8",
     prompt_tokens: Annotated[int, typer.Option(min=16, help="Length of each prompt in tokens.")] = 4096,
@@ -138,27 +77,18 @@ def ladder(
     from soloist.bench.scenarios import ladder as scenario
 
     steps = numbers(rungs, "--rungs")
-    options = _options(url, model, key, out, name, plot, serve, repeat, warm_up, thinking)
     _finish(
         options,
         lambda c: scenario.run(c, rungs=steps, prompt_tokens=prompt_tokens, max_tokens=max_tokens, shared=shared),
         "ladder",
-        sum(steps) * repeat,
+        sum(steps) * options.repeats,
     )
 
 
 @app.command()
+@takes_options()
 def document(
-    url: Url = None,
-    model: Model = None,
-    key: Key = None,
-    out: Out = OUT,
-    name: Name = None,
-    plot: Plot = True,
-    serve: Serve = None,
-    repeat: Repeat = 1,
-    warm_up: WarmUp = 2,
-    thinking: Thinking = None,
+    options: Options,
     max_tokens: MaxTokens = 1024,
     tokens: Annotated[int, typer.Option(min=64, help="Length of the document in tokens.")] = 25_000,
     copy_lines: Annotated[int, typer.Option(min=1, help="Lines to reproduce verbatim.")] = 60,
@@ -172,7 +102,6 @@ def document(
     def wait() -> None:
         typer.confirm("Restart the server now. Is it answering again?", abort=True)
 
-    options = _options(url, model, key, out, name, plot, serve, repeat, warm_up, thinking)
     _finish(
         options,
         lambda c: scenario.run(
@@ -183,21 +112,14 @@ def document(
             wait_for_restart=wait if ask_restart else None,
         ),
         "document",
-        6 * repeat + 2 * len(scenario.QUESTIONS),
+        6 * options.repeats + 2 * len(scenario.QUESTIONS),
     )
 
 
 @app.command()
+@takes_options(without=("repeat",))
 def soak(
-    url: Url = None,
-    model: Model = None,
-    key: Key = None,
-    out: Out = OUT,
-    name: Name = None,
-    plot: Plot = True,
-    serve: Serve = None,
-    warm_up: WarmUp = 2,
-    thinking: Thinking = None,
+    options: Options,
     max_tokens: MaxTokens = 200,
     rounds: Annotated[
         int | None, typer.Option(min=2, help="Stop after this many rounds (10 without --minutes).")
@@ -212,7 +134,6 @@ def soak(
     from soloist.bench.promptset import chat_prompts
     from soloist.bench.scenarios import soak as scenario
 
-    options = _options(url, model, key, out, name, plot, serve, 1, warm_up, thinking)
     _finish(
         options,
         lambda c: scenario.run(
@@ -230,35 +151,21 @@ def soak(
 
 
 @app.command()
+@takes_options(without=("plot", "repeat", "warm_up"))
 def smoke(
-    url: Url = None,
-    model: Model = None,
-    key: Key = None,
-    out: Out = OUT,
-    name: Name = None,
-    serve: Serve = None,
-    thinking: Thinking = None,
+    options: Options,
     only: Annotated[str | None, typer.Option(help="Only features whose name contains this.")] = None,
 ) -> None:
     """One request per API feature, PASS or FAIL; exit 1 when one fails."""
     from soloist.bench.scenarios import smoke as scenario
 
-    options = _options(url, model, key, out, name, False, serve, thinking=thinking)
     _finish(options, lambda c: scenario.run(c, only), "smoke", None if only else len(scenario.PROBES))
 
 
 @app.command()
+@takes_options()
 def prefill(
-    url: Url = None,
-    model: Model = None,
-    key: Key = None,
-    out: Out = OUT,
-    name: Name = None,
-    plot: Plot = True,
-    serve: Serve = None,
-    repeat: Repeat = 1,
-    warm_up: WarmUp = 2,
-    thinking: Thinking = None,
+    options: Options,
     lengths: Annotated[str, typer.Option(help="Prompt lengths in tokens, comma-separated.")] = "512,2048,8192",
     cohorts: Annotated[str, typer.Option(help="How many prompts run together, comma-separated.")] = "1,4",
 ) -> None:
@@ -266,26 +173,18 @@ def prefill(
     from soloist.bench.scenarios import prefill as scenario
 
     sizes, streams = numbers(lengths, "--lengths"), numbers(cohorts, "--cohorts")
-    options = _options(url, model, key, out, name, plot, serve, repeat, warm_up, thinking)
     _finish(
         options,
         lambda c: scenario.run(c, lengths=sizes, cohorts=streams),
         "prefill",
-        len(sizes) * sum(streams) * repeat,
+        len(sizes) * sum(streams) * options.repeats,
     )
 
 
 @app.command()
+@takes_options(without=("repeat",), warm_up=1)
 def quality(
-    url: Url = None,
-    model: Model = None,
-    key: Key = None,
-    out: Out = OUT,
-    name: Name = None,
-    plot: Plot = True,
-    serve: Serve = None,
-    warm_up: WarmUp = 1,
-    thinking: Thinking = None,
+    options: Options,
     max_tokens: MaxTokens = 96,
     only: Annotated[str, typer.Option(help="Parts, comma-separated: perplexity, battery, needle.")] = PARTS,
     texts: Annotated[Path | None, typer.Option(help="Directory of KIND-NAME.txt files for perplexity.")] = None,
@@ -313,10 +212,9 @@ def quality(
     async def measure(context: Any) -> Any:
         if against is None:
             return await scenario.run(context, sources)
-        async with Client(against, key=key) as other:
+        async with Client(against, key=options.key) as other:
             return await scenario.run(context, sources, other)
 
-    options = _options(url, model, key, out, name, plot, serve, 1, warm_up, thinking)
     _finish(options, measure, "quality")
 
 
@@ -338,7 +236,7 @@ def step(
 def report(
     runs: Annotated[list[Path], typer.Argument(help="JSON files that `soloist bench` wrote.")],
     out: Annotated[Path, typer.Option(help="Markdown file to write; PNGs go beside it.")] = Path("report.md"),
-    plot: Plot = True,
+    plot: Annotated[bool, typer.Option("--plot/--no-plot", help="Draw PNGs beside it (needs matplotlib).")] = True,
 ) -> None:
     """Several runs side by side, as Markdown and PNG."""
     from soloist.bench.report import write_report
