@@ -16,6 +16,8 @@ from soloist.engine.request import Event, Request
 from soloist.sampling.params import SamplingParams
 from soloist.settings import resolve
 
+PATIENCE = 1200.0  # seconds: only what hangs may fail by it, on a machine that others use too
+
 
 @dataclass(frozen=True)
 class Answer:
@@ -39,7 +41,7 @@ class Pending:
         self.request = Request(list(prompt), params, self.events.put, **fields)
         engine.submit(self.request)
 
-    def answer(self, timeout: float = 120.0) -> Answer:
+    def answer(self, timeout: float = PATIENCE) -> Answer:
         tokens: list[int] = []
         logprobs: list[float] = []
         while True:
@@ -74,7 +76,7 @@ class Arm:
     def ask(self, prompt: Sequence[int], tokens: int = 12, **fields: Any) -> Answer:
         return self.start(prompt, tokens, **fields).answer()
 
-    def quiet(self, timeout: float = 60.0) -> None:
+    def quiet(self, timeout: float = PATIENCE) -> None:
         """Wait until every finished turn is settled and written, then check who owns what."""
         engine = self.engine
         deadline = time.monotonic() + timeout
@@ -84,8 +86,8 @@ class Arm:
         persister = engine.reuse.persister
         if persister is not None:
             assert persister.store.flush(timeout)
-            engine.call(persister.poll)
-        engine.call(lambda: engine.memory.check(engine.everyone()))
+            engine.call(persister.poll, timeout)
+        engine.call(lambda: engine.memory.check(engine.everyone()), timeout)
 
 
 def text(length: int, vocab: int, seed: int) -> list[int]:
