@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+import soloist.engine.build
 from fakes import FakeEngine
 from live import Live, serving
+from script_server import Script, script_servers
 from soloist.engine.request import Request
 from soloist.server.template import ChatTemplate
 from soloist.server.tokenizer import Tokenizer
@@ -71,3 +73,12 @@ def say_once(tokenizer: Tokenizer, template: ChatTemplate) -> Iterator[Live]:
     with serving(fake, tokenizer, template) as live:
         yield live
     fake.close()
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Script]:
+    """`script(pieces, pad=2, **knobs)`: a live server on a checkpoint that answers with these pieces."""
+    # The start-up check of the numerics contracts costs seconds per checkpoint and has tests of its own.
+    monkeypatch.setattr(soloist.engine.build, "cached_check", lambda key, run: [])
+    with script_servers(tmp_path) as start:
+        yield start

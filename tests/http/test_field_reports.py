@@ -1,83 +1,19 @@
 """What people ran into on other systems, on the real engine over HTTP: a script checkpoint, drafts on.
 
-The script model emits a wanted text through the whole engine; its MTP module drafts the right successors, so that
-blocks of up to eight tokens are accepted. Each script is padded by 0..k pieces, which puts the event under test on
-every position of a block.
+Here: where a text ends or changes its meaning inside an accepted block (stops, limits, grammars, calls, budgets,
+characters). `test_field_protocols.py` has what clients send; docs/field-reports.md lists both.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import httpx
-import openai
 import pytest
 
-import soloist.engine.build
-from live import Live, serving
-from script_model import Piece, build_script, pieces
-from soloist.server.template import ChatTemplate
-from soloist.server.tokenizer import Tokenizer
-from soloist.settings import resolve
-
-OPENING = "hm, qz"  # reasoning that shares no piece with the scripts
-ASK = [{"role": "user", "content": "?"}]
-PADS = [f"{chr(0x4E00 + i)}".encode() for i in range(16)]  # one distinct three-byte piece each
-Script = Callable[..., Live]
-
-
-@pytest.fixture
-def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Script]:
-    """`script(pieces, pad=2, **knobs)`: a live server on a checkpoint that answers with these pieces."""
-    # The start-up check of the numerics contracts costs seconds per checkpoint and has tests of its own.
-    monkeypatch.setattr(soloist.engine.build, "cached_check", lambda key, run: [])
-    started = []
-
-    def start(answer: list[Piece], pad: int = 0, end: Piece | None = "<|im_end|>", **knobs: str) -> Live:
-        directory = build_script(tmp_path / f"m{len(started)}", [*PADS[:pad], *answer], end=end)
-        given = {"max_len": "2048", "max_seqs": "2", "threads": "1", "spec": "mtp", **knobs}
-        if given["spec"] == "mtp":  # always the whole block, whatever a step costs
-            given = {"draft_tokens": "7", "block_rule": "saturated", "tree": "0", **given}
-        engine = soloist.engine.build.build_engine(resolve({"model": str(directory), **given}, {}, {}))
-        context = serving(
-            engine, Tokenizer.load(directory), ChatTemplate.load(directory), defaults={"temperature": 0.0}
-        )
-        started.append((context, engine))
-        return context.__enter__()
-
-    yield start
-    for context, engine in started:
-        context.__exit__(None, None, None)
-        engine.close()
-
-
-def client(live: Live) -> openai.OpenAI:
-    return openai.OpenAI(base_url=live.url + "/v1", api_key="x", max_retries=0)
-
-
-def whole(live: Live, **fields):
-    return client(live).chat.completions.create(model="demo", messages=ASK, **fields)
-
-
-def streamed(live: Live, **fields):
-    """(content, reasoning, arguments per call, finish reason, log-probability entries, raw chunks)."""
-    content, reasoning, calls, finish, entries = "", "", {}, None, []
-    for chunk in client(live).chat.completions.create(model="demo", messages=ASK, stream=True, **fields):
-        for choice in chunk.choices:
-            content += choice.delta.content or ""
-            reasoning += getattr(choice.delta, "reasoning", None) or ""
-            finish = choice.finish_reason or finish
-            entries += choice.logprobs.content if choice.logprobs else []
-            for call in choice.delta.tool_calls or []:
-                calls[call.index] = calls.get(call.index, "") + (call.function.arguments or "")
-    return content, reasoning, calls, finish, entries
-
-
-def drafts_were_accepted(reply) -> bool:
-    return reply.metrics["speculative_decoding"]["num_accepted_draft_tokens"] > 0
+from script_model import Piece, pieces
+from script_server import PADS, drafts_were_accepted, streamed, whole
 
 
 @pytest.mark.parametrize("pad", range(8))
