@@ -7,9 +7,7 @@ import re
 import signal
 import sys
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -18,6 +16,7 @@ from rich.table import Table as RichTable
 
 from soloist.bench.client import Client
 from soloist.bench.machine import command_line, describe_run
+from soloist.bench.options import Options
 from soloist.bench.plots import draw, require_matplotlib
 from soloist.bench.result import Result
 from soloist.bench.run import Context
@@ -26,29 +25,6 @@ from soloist.errors import UserError
 
 PIPE_WIDTH = 160
 Scenario = Callable[[Context], Awaitable[Result]]
-
-
-@dataclass
-class Options:
-    """The options that every scenario shares."""
-
-    url: str
-    model: str | None = None
-    key: str | None = None
-    out: Path = Path("benchmarks/results")
-    name: str | None = None
-    plot: bool = True
-    repeats: int = 1
-    warm_up: int = 2
-    thinking: bool | None = None
-    serve: str | None = None
-    fields: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def request_fields(self) -> dict[str, Any]:
-        if self.thinking is None:
-            return dict(self.fields)
-        return {"chat_template_kwargs": {"enable_thinking": self.thinking}, **self.fields}
 
 
 def execute(options: Options, scenario: Scenario, title: str, total: int | None) -> int:

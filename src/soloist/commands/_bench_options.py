@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from soloist.bench.console import Options
+from soloist.bench.options import Options
 from soloist.settings import from_process
 
 # In the order in which --help shows them: name -> (annotation, default).
@@ -97,7 +97,7 @@ def _options(
     warm_up: int = 0,
     thinking: bool | None = None,
 ) -> Options:
-    from soloist.bench.console import Options
+    from soloist.bench.options import Options
 
     settings = from_process()
     return Options(

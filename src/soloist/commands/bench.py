@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from soloist.bench.console import Options
+from soloist.bench.options import Options
 from soloist.commands._bench_options import takes_options
 from soloist.errors import UserError
 
