@@ -66,14 +66,8 @@ QUICK = ("dense", "all but a vocabulary", "drafter")
 def test_every_command_works_as_it_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str) -> None:
     """In a directory with a space in its name and seen as `.`; afterwards nothing is missing."""
     changes, parts = STATES.get(state, ({}, {}))
-    sizes = {
-        "pattern": "LLLF" if state == "drafter" else "LF",
-        "hidden": 256,
-        "ffn": 256,
-        "key_dim": 64,
-        "value_dim": 64,
-        "head_dim": 64,
-    }
+    pattern = "LLLF" if state == "drafter" else "LF"
+    sizes = {"pattern": pattern, "hidden": 256, "ffn": 256, "key_dim": 64, "value_dim": 64}
     directory = build_tiny(tmp_path / "my model", **(sizes | changes))
     if parts:
         quantize(open_checkpoint(directory), parts, tmp_path / "my quants")  # type: ignore[arg-type]

@@ -103,7 +103,6 @@ def _drafter_shape(checkpoint: Checkpoint) -> dict[str, str]:
 
 def _missing(checkpoint: Checkpoint) -> tuple[tuple[Missing, ...], tuple[str, ...]]:
     """What the fast path lacks, and the commands that make it, in order."""
-    here = checkpoint.directory
     found: list[Missing] = []
     parts: list[str] = []
 
