@@ -22,7 +22,6 @@ from soloist.settings import resolve
 
 ASK = [{"role": "user", "content": "?"}]
 PADS: list[Piece] = [f"{chr(0x4E00 + i)}".encode() for i in range(16)]  # one distinct three-byte piece each
-PADDING = "".join(chr(0x4E00 + i) for i in range(16))
 OFF = {"enable_thinking": False}
 Script = Callable[..., Live]
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import socket
-import struct
 import time
-from urllib.parse import urlsplit
 
 import anthropic
 import httpx
 import openai
 import pytest
+
+from http_life import leave, post_raw, wait_for
 
 BODIES = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}]},
@@ -20,35 +18,6 @@ BODIES = {
     "/v1/responses": {"input": "x"},
 }
 LONG = " word" * 3000
-
-
-def post_raw(live, path, body):
-    """An open socket with the request sent."""
-    parts = urlsplit(live.url)
-    data = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
-    sock = socket.create_connection((parts.hostname, parts.port))
-    sock.sendall(head.encode() + data)
-    return sock
-
-
-def leave(sock, how):
-    if how == "reset":
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        sock.close()
-    elif how == "half":
-        sock.shutdown(socket.SHUT_WR)
-    else:
-        sock.close()
-
-
-def wait_for(condition, seconds=3.0):
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if condition():
-            return True
-        time.sleep(0.005)
-    return False
 
 
 @pytest.mark.parametrize("how", ["close", "half", "reset"])
