@@ -82,9 +82,14 @@ class SyntheticSource:
         n, k = self._shape(module)
         if module.endswith(("embed_tokens", "in_proj_b", "in_proj_a")):
             return DenseWeight(torch.randn(n, k, device=self.device, dtype=torch.bfloat16) * k**-0.5)
-        codes = torch.randint(-(2**31), 2**31 - 1, (n, k // 8), dtype=torch.int32, device=self.device)
+        return self.quantized(n, k, self.device)
+
+    @staticmethod
+    def quantized(n: int, k: int, device: torch.device) -> QuantizedWeight:
+        """Random 4-bit codes [n, k] whose products keep activations of order one."""
+        codes = torch.randint(-(2**31), 2**31 - 1, (n, k // 8), dtype=torch.int32, device=device)
         # Uniform codes have a standard deviation of 4.6 steps.
-        scales = torch.randn(n, k // GROUP, device=self.device).mul_(k**-0.5 / 4.6).to(torch.float16)
+        scales = torch.randn(n, k // GROUP, device=device).mul_(k**-0.5 / 4.6).to(torch.float16)
         return QuantizedWeight(codes, scales, None, 4, GROUP, (n, k))
 
     def tensor(self, name: str) -> torch.Tensor:

@@ -9,7 +9,7 @@ roll back.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -119,6 +119,13 @@ class Backlog:
 
     def has(self, slot: int) -> bool:
         return slot in self._parts
+
+    def detach(self) -> None:
+        """Copy the features of what is still queued: a card's are good until its next step only."""
+        for slot, parts in self._parts.items():
+            self._parts[slot] = [
+                replace(p, hidden=p.hidden.clone(), taps=None if p.taps is None else p.taps.clone()) for p in parts
+            ]
 
     def drop(self, slot: int) -> None:
         self._parts.pop(slot, None)

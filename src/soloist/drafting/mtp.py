@@ -161,6 +161,7 @@ class MTPDrafter:
         sights: list[tuple[Sight | None, int, int]] = []
         spans: dict[int, tuple[int, int]] = {}
         pages: dict[int, Sequence[int]] = {}
+        latest: dict[int, torch.Tensor] = {}
         parts = self._backlog.take(slots)
         newest = {part.slot: i for i, part in enumerate(parts)}
         for i, part in enumerate(parts):
@@ -168,7 +169,7 @@ class MTPDrafter:
             first = self._rows[slot]
             last = part.end if anchors or newest[slot] != i else part.end - 1
             if first <= start <= last:
-                hidden.append(self._before[slot][None])
+                hidden.append((latest[slot] if slot in latest else self._before[slot])[None])
             if last > start:
                 hidden.append(part.hidden[max(first, start + 1) - start - 1 : last - start])
             if last >= first:
@@ -179,10 +180,15 @@ class MTPDrafter:
                 self._rows[slot] = last + 1
             pages[slot] = part.pages
             if part.end > start:
-                self._before[slot] = part.hidden[-1]
-        if not tokens:
-            return {}
-        return self._pass(tokens, torch.cat(hidden), positions, sights, spans, pages)
+                latest[slot] = part.hidden[-1]
+        rows = torch.cat(hidden) if tokens else None
+        for slot, last_hidden in latest.items():
+            self._remember(slot, last_hidden)
+        return {} if rows is None else self._pass(tokens, rows, positions, sights, spans, pages)
+
+    def _remember(self, slot: int, hidden: torch.Tensor) -> None:
+        """Keep the hidden state [H] of the newest token taken from the backlog."""
+        self._before[slot] = hidden
 
     def _pass(
         self,
@@ -251,16 +257,20 @@ class MTPDrafter:
                 drafts[i] = self._draft(request)
         return drafts
 
+    def _owe(self, ask: Ask) -> None:
+        """See that the row of the anchor is queued or computed. Raises ValueError if the anchor does not follow."""
+        known = self._end.get(ask.slot, 0)
+        if known != ask.position:
+            raise ValueError(f"slot {ask.slot} has absorbed {known} tokens; its anchor is at {ask.position}")
+        if self._rows[ask.slot] == ask.position and not self._backlog.has(ask.slot):
+            # After a resume nothing is queued, and the anchor's row is still owed.
+            none = self._before[ask.slot].new_empty(0, self._before[ask.slot].shape[0])
+            self._backlog.add(SettledTokens(ask.slot, ask.position, [ask.anchor], none, None, ask.pages, ask.sight))
+
     def _settled(self, asks: Sequence[Ask]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Keys and values of every request's tokens, the anchor's among them; computes what is still queued."""
         for ask in asks:
-            known = self._end.get(ask.slot, 0)
-            if known != ask.position:
-                raise ValueError(f"slot {ask.slot} has absorbed {known} tokens; its anchor is at {ask.position}")
-            if self._rows[ask.slot] == ask.position and not self._backlog.has(ask.slot):
-                # After a resume nothing is queued, and the anchor's row is still owed.
-                none = self._before[ask.slot].new_empty(0, self._before[ask.slot].shape[0])
-                self._backlog.add(SettledTokens(ask.slot, ask.position, [ask.anchor], none, None, ask.pages, ask.sight))
+            self._owe(ask)
         computed = self._compute([ask.slot for ask in asks], anchors=True)
         for ask in asks:
             if ask.slot not in computed:
@@ -285,7 +295,12 @@ class MTPDrafter:
     def _choose(self, requests: Sequence[_Request], z: torch.Tensor, level: int) -> list[list[_Step]]:
         """Candidates of every path z [paths, H] at depth `level`: extends chain or graph, returns the rows to run."""
         values, places = self.module.logits(z).topk(min(CANDIDATES, self.module.head.out_features), dim=-1)
-        ids, scores = self.module.token_ids(places).cpu().numpy(), values.cpu().numpy()
+        return self._extend(requests, self.module.token_ids(places).cpu().numpy(), values.cpu().numpy(), level)
+
+    def _extend(
+        self, requests: Sequence[_Request], ids: np.ndarray, scores: np.ndarray, level: int
+    ) -> list[list[_Step]]:
+        """The same from candidates at hand: ids int64 and scores fp32 [paths, n]."""
         steps: list[list[_Step]] = []
         at = 0
         for r in requests:

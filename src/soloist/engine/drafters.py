@@ -156,7 +156,22 @@ def _mtp(settings: Settings, checkpoint: Checkpoint, model: Qwen35, memory: Memo
         dtype=dtype,
         device=model.device,
     )
+    if model.device.type == "cuda":
+        return card_mtp(module, kv, settings.draft_tokens, model, memory.state.slots)
     return MTPDrafter(module, kv, settings.draft_tokens)
+
+
+def card_mtp(module: MTPModule, kv: KVStore, depth: int, model: Qwen35, slots: int) -> MTPDrafter:
+    """The MTP drafter of a card, its graphs captured. Splits of attention share the target's room: the two never run at
+    the same time, and a draft has no more rows than a step."""
+    from soloist.drafting.card_mtp import CardMTPDrafter
+    from soloist.engine.graphs import GraphedModel
+    from soloist.models.card_mtp import CardMTP
+
+    assert isinstance(model, GraphedModel)
+    card = CardMTP(module, kv, depth, slots, model.shapes.pages, model.partials, model.mode)
+    card.capture()
+    return CardMTPDrafter(card, depth)
 
 
 def _dflash2(

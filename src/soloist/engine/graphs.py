@@ -18,6 +18,7 @@ from soloist.models.card import CardModel, CardShapes
 from soloist.models.state import KV, AcceptedPath, Caches, Features, State
 from soloist.models.step import PrefillStep, VerifyStep
 from soloist.ops.top import Heads, width
+from soloist.ops.triton.attention import Partials
 from soloist.ops.triton.top import RowTop
 from soloist.sampling.rows import BEST
 
@@ -99,6 +100,11 @@ class GraphedModel(CardModel):
         elif any(p.rows for p in paths):
             self._path.write(paths)
             self._settling.replay()
+
+    @property
+    def partials(self) -> Partials:
+        """Results of attention splits while a step runs; between steps they are anybody's."""
+        return self._partials
 
     def bucket(self, count: int) -> int:
         return self._buckets[bisect.bisect_left(self._buckets, count)] if self._graphs else count

@@ -60,7 +60,7 @@ class MTPModule:
         self.mlp = MLP(load, f"{prefix}.mlp")
         self.norm = load.factor("mtp.norm.weight")
         # Both halves of fc's input are normed in one call.
-        self._pre = torch.stack([load.factor(f"mtp.pre_fc_norm_{part}.weight") for part in ("embedding", "hidden")])
+        self.pre = torch.stack([load.factor(f"mtp.pre_fc_norm_{part}.weight") for part in ("embedding", "hidden")])
         self.inverse = inverse_frequencies(config.rope_dim, config.rope_theta, load.device)
 
     @torch.inference_mode()
@@ -81,7 +81,7 @@ class MTPModule:
         embedded = self.embedding.rows(tokens, self.dtype)
         if seen is not None:
             embedded = embedded.index_copy(0, seen[0], seen[1].to(self.dtype))
-        pair = rms_norm(torch.stack([embedded, hidden.to(self.dtype)], 1), self._pre, self.config.eps)
+        pair = rms_norm(torch.stack([embedded, hidden.to(self.dtype)], 1), self.pre, self.config.eps)
         x = self.fc(pair.flatten(1))
         cos, sin = rope_tables(positions, self.inverse, self.config.mrope_section)
         q, gate, k, v = self.attention.project(self.norms.mixer(x), cos, sin)

@@ -83,6 +83,11 @@ def _seeded(seed: int) -> tuple[int, int]:
     return _absorb(_absorb((0x9E3779B9, 0x7F4A7C15), seed & MASK32), (seed >> 32) & MASK32)
 
 
+def key_before_position(seed: int, stream: Stream) -> tuple[int, int]:
+    """Both key chains before the position is absorbed, for kernels that absorb it themselves."""
+    return _absorb(_seeded(seed), int(stream))
+
+
 def _mix(h: Any) -> Any:
     """The finaliser on Python integers or int64 arrays holding values below 2^32 (products wrap, then are masked)."""
     h = ((h ^ (h >> 16)) * 0x85EBCA6B) & MASK32
