@@ -186,6 +186,11 @@ def test_unknown_knob_in_dotenv(subject, tmp_path):
     only(failures(subject()), "settings", "MAX_SEQ", "MAX_SEQS")
 
 
+def test_a_line_of_dotenv_that_is_none(subject, tmp_path):
+    (tmp_path / ".env").write_text("PORT=9000\nthis is no setting\n")
+    only(failures(subject()), "settings", "line 2", "begin it with #")
+
+
 def test_misspelt_variable_in_the_environment(subject):
     made = subject(environ={"MAX_LENN": "4096"})
     assert not failures(made)

@@ -15,8 +15,11 @@ from typer.testing import CliRunner
 
 from cache.arms import Pending, text
 from live import serving
+from soloist.checks.base import Subject
+from soloist.checks.live import SERVER_CHECKS
 from soloist.cli import app
 from soloist.demo import path as demo_path
+from soloist.doctor import examine
 from soloist.engine import build
 from soloist.engine.kept import ParkedStorages, tensors_of
 from soloist.engine.sleep import Sleeper
@@ -184,7 +187,7 @@ def test_other_numerics_start_cold(engine):
     assert ask(engine).answer().cached == 0
 
 
-def test_over_http(demo):
+def test_over_http(demo, tmp_path):
     engine = demo
     directory = demo_path()
     tokenizer, template = Tokenizer.load(directory), ChatTemplate.load(directory)
@@ -201,6 +204,12 @@ def test_over_http(demo):
         ready = client.get("/ready")
         assert ready.status_code == 200 and ready.json()["state"] == "asleep"
         assert 'soloist:asleep{model_name="demo"} 1.0' in client.get("/metrics").text
+        looked = examine(Subject({}, {"API_KEY": "k"}, tmp_path, server_url=live.url), SERVER_CHECKS)
+        assert {f.check: f.outcome for f in looked if "pool" in f.check or f.check == "server"} == {
+            "server": "asleep",
+            "server-pool": "asleep",
+        }
+        assert all(f.status.value == "PASS" for f in looked), looked
         assert client.get("/health").status_code == 200 and client.get("/v1/models", headers=key).status_code == 200
         assert client.get("/is_sleeping").json()["is_sleeping"], "looking must not wake it"
         second = client.post("/v1/chat/completions", json=body, headers=key).json()

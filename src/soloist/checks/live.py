@@ -56,8 +56,9 @@ def scrape(subject: Subject) -> Samples | None:
 @check(
     "server",
     "Server answers",
-    "`/health` is 200 while the engine lives and moves, `/ready` while it admits requests.",
+    "`/health` is 200 while the engine lives and moves, `/ready` while it admits requests, also by waking up.",
     fine=ok("{url} is ready, version {version}"),
+    asleep=ok("{url} is {state}: the next request, or `soloist wake`, takes the card again"),
     silent=fail("Nothing answers at {url} ({reason}).", "Start it with `soloist serve`, or give --url."),
     foreign=fail("What answers at {url} is not Soloist.", "Give the --url of a Soloist server."),
     not_ready=fail("{url} is not ready: {reason}.", "See its log; `systemctl --user restart soloist` starts it again."),
@@ -72,6 +73,8 @@ def server(subject: Subject) -> Iterator[Verdict]:
         yield verdict("foreign", url=url(subject))
     elif not ready["ready"]:
         yield verdict("not_ready", url=url(subject), reason=ready.get("reason"))
+    elif ready.get("state", "awake") != "awake":
+        yield verdict("asleep", url=url(subject), state=ready["state"])
     else:
         yield verdict("fine", url=url(subject), version=fetch_json(subject, "/version").get("version", "?"))
 
@@ -121,6 +124,7 @@ def server_parts(subject: Subject) -> Iterator[Verdict]:
         "{used:.0f} of {total:.0f} pages in use, {parked:.0f} requests parked.",
         "Lower MAX_LEN or MAX_SEQS, or use CTX=long.",
     ),
+    asleep=ok("the pool is given back"),
     silent=warn("The server exports no page gauges.", "Update it, or look at /metrics yourself."),
 )
 def server_pool(subject: Subject) -> Iterator[Verdict]:
@@ -128,7 +132,7 @@ def server_pool(subject: Subject) -> Iterator[Verdict]:
     used = samples.total("soloist:pages_used") if samples else None
     total = samples.total("soloist:pages_total") if samples else None
     if samples is None or used is None or not total:
-        yield verdict("silent")
+        yield verdict("asleep" if samples is not None and samples.total("soloist:asleep") else "silent")
         return
     parked = samples.total("soloist:requests_parked") or 0.0
     yield verdict(
