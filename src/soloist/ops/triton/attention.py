@@ -8,8 +8,8 @@ matter to a row's bits which of the two computed a split, nor how many rows came
 Keys and values are decoded as they are read (`kv.py`), those of the running step too: they stand in its buffers as
 they will be stored.
 
-What can go wrong: a product whose inner order depends on the tile's row count. Every tile has ROW_TILE rows, however
-few of them are real: sixteen to a warp, as both generations of matrix instructions have it.
+What can go wrong: a product whose inner order depends on the tile's row count. Row tiles stay below 64, where every
+supported card uses the same 16-row MMA.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from soloist.ops.triton import pdl
 
 PAGE = 64
 SPLIT = 256
-ROW_TILE = 64
+ROW_TILE = 32
 COMBINED = 32  # partial results that are on their way together
 
 
@@ -201,7 +201,7 @@ def verify_attention(
     rows, heads, dim = q.shape
     kv = keys.data.shape[1]
     group = heads // kv
-    assert dim == triton.next_power_of_2(dim) and group <= ROW_TILE
+    assert dim == triton.next_power_of_2(dim) and group <= ROW_TILE  # so no tile reaches 64 rows
     kinds = stored.kind(keys), stored.kind(values)
     assert kinds == (stored.kind(k_rows), stored.kind(v_rows))
     pages = table["page_table"]
@@ -215,14 +215,14 @@ def verify_attention(
         _past[(splits * tiles, kv, requests)](
             q, *past, pages, table["starts"], table["counts"], table["settled"], table["parts"],
             partials.acc, partials.top, partials.total, scale, pages_stride,
-            heads, kv, dim, ROW_TILE, SPLIT, PAGE, tiles, *kinds, PDL=on, num_warps=8, num_stages=stages,
+            heads, kv, dim, ROW_TILE, SPLIT, PAGE, tiles, *kinds, PDL=on, num_warps=4, num_stages=stages,
             **pdl.launch(on),
         )  # fmt: skip
     _recent[(rows, kv, 2)](
         q, *stored.arguments(k_rows)[:2], *stored.arguments(v_rows)[:2], *past, pages, table["request"],
         table["positions"], table["settled"], table["lanes"],
         table["parts"], partials.acc, partials.top, partials.total, scale, pages_stride, table["lanes"].stride(0),
-        heads, kv, dim, ROW_TILE, SPLIT, PAGE, *kinds, PDL=on, num_warps=8, num_stages=1,
+        heads, kv, dim, max(16, triton.next_power_of_2(group)), SPLIT, PAGE, *kinds, PDL=on, num_warps=4, num_stages=1,
         **pdl.launch(on),
     )  # fmt: skip
     _combine[(rows, heads)](

@@ -128,6 +128,7 @@ def write(x: torch.Tensor, index: torch.Tensor, into: StoredRows) -> None:
     if x.stride(2) != 1 or x.stride(1) != dim:
         x = x.contiguous()
     block = triton.next_power_of_2(dim)
+    index = index.to(x.device)
     _write[(rows, heads)](
         x, index, *arguments(into), x.stride(0), heads, dim, block, kind(into), num_warps=max(1, min(4, block // 64))
     )
