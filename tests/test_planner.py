@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 from typer.testing import CliRunner
 
-from soloist.checkpoint.config import DrafterConfig, ModelConfig
+from soloist.bench.synthetic import qwen38_27b
+from soloist.checkpoint.config import DrafterConfig
 from soloist.cli import app
 from soloist.commands.plan import parse_size
 from soloist.errors import SettingError
@@ -18,34 +19,7 @@ HIDDEN, FFN, VOCAB = 5120, 17408, 248_320
 # spec/model.md section 6: parameters of a 4-bit export's quantised body, and what stays in 16 bits.
 QUANTISED, KEPT = 24_326_963_200, 26_238_464
 
-BIG = ModelConfig(
-    vocab_size=VOCAB,
-    hidden_size=HIDDEN,
-    num_layers=64,
-    intermediate_size=FFN,
-    num_heads=24,
-    num_kv_heads=4,
-    head_dim=256,
-    rope_dim=64,
-    rope_theta=1e7,
-    mrope_section=(11, 11, 10),
-    linear_key_heads=16,
-    linear_value_heads=48,
-    linear_key_dim=128,
-    linear_value_dim=128,
-    conv_kernel=4,
-    layer_types=("linear_attention", "linear_attention", "linear_attention", "full_attention") * 16,
-    eps=1e-6,
-    attention_bias=False,
-    gate_activation="silu",
-    tied=False,
-    max_position=262_144,
-    mtp_layers=1,
-    eos_ids=(248_046, 248_044),
-    dtype="bfloat16",
-    quantization=None,
-    vision=None,
-)
+BIG = qwen38_27b()
 DRAFTER = DrafterConfig(
     hidden_size=HIDDEN,
     num_layers=5,
