@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections import namedtuple
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,10 +11,12 @@ from typing import BinaryIO
 import pytest
 from typer.testing import CliRunner
 
+from soloist.checkpoint.reader import open_checkpoint
 from soloist.cli import app
 from soloist.errors import CapacityError, CheckpointError, UserError
 from soloist.prepare import fetch as room
 from soloist.prepare.fetch import Hub, Item, Mirror, RemoteFile, fetch, partial, plan, resolve
+from tiny import build_tiny, build_tiny_drafter
 
 
 @pytest.fixture
@@ -109,6 +112,29 @@ def test_recipes_name_only_commands_that_exist() -> None:
         for line in recipe["then"]:
             assert line.split()[1] in known
             line.format(target="T", drafter="D")
+
+
+def test_the_steps_after_a_fetch_work_as_they_stand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = room.recipes()["qwen3.8-27b"]
+    mirror = tmp_path / "mirror"
+    (mirror / "dbirks").mkdir(parents=True)
+    target = build_tiny(mirror / recipe["target"]["repo"], pattern="LLLF", hidden=256, ffn=256)
+    build_tiny_drafter(mirror / recipe["drafter"]["repo"], target)
+    monkeypatch.setattr("soloist.prepare.texts.Reader.prompts", lambda *_, **__: [list(b"A fox"), list(b"Two foxes")])
+    monkeypatch.setenv("MAX_LEN", "128")
+    monkeypatch.setenv("THREADS", "1")
+    monkeypatch.chdir(tmp_path)
+    fetched = CliRunner().invoke(app, ["fetch", "qwen3.8-27b", "--from", str(mirror)])
+    assert fetched.exit_code == 0, fetched.output
+    steps = fetched.output.partition("Next:\n")[2].split("  soloist ")[1:]
+    assert len(steps) == len(recipe["then"])
+    for step in steps:
+        done = CliRunner().invoke(app, shlex.split(step))
+        assert done.exit_code == 0, (step, done.output)
+    made = open_checkpoint(tmp_path / "models" / f"{recipe['target']['repo']}-fast")
+    assert made.has_draft_head and (made.modules["mtp.fc"].bits, made.modules["embed_tokens"].bits) == (4, 8)
+    block = open_checkpoint(tmp_path / "models" / f"{recipe['drafter']['repo']}-W4A16", "drafter")
+    assert block.modules["fc"].bits == 4
 
 
 def test_the_hub_is_asked_through_its_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
