@@ -198,13 +198,23 @@ def step_items(config: ModelConfig, choices: Choices, taps: int = 0) -> list[Ite
     )
     branches = (t // 2 + 1) * hv * dk * dv * 4
     verify = t * (row * act + (hv * dv + hk * dk) * 4) + branches
-    width = 2 * config.intermediate_size + 3 * config.hidden_size + 2 * config.conv_channels
+    prompt = choices.prefill_rows * prompt_row_bytes(config, choices, taps)
     return [
         Item("record", record, f"{t} rows of {deltas + attentions} layers"),
-        Item(
-            "workspace", verify + choices.prefill_rows * width * act, f"{t} rows, or {choices.prefill_rows} of a prompt"
-        ),
+        Item("workspace", verify + prompt, f"{t} rows, and {choices.prefill_rows} of a prompt"),
     ]
+
+
+def prompt_row_bytes(config: ModelConfig, choices: Choices, taps: int = 0) -> int:
+    """Most bytes that a row of a prompt slice has in use at once: its residual stream, its taps, and the larger of an
+    MLP and of a DeltaNet layer, whose heads are expanded and kept in fp32 with the products of their chunks of 64."""
+    act, hidden = BYTES[choices.dtype], config.hidden_size
+    hk, hv = config.linear_key_heads, config.linear_value_heads
+    dk, dv = config.linear_key_dim, config.linear_value_dim
+    mlp = (4 * config.intermediate_size + hidden) * act
+    projected = (2 * config.conv_channels + hv * dv) * act
+    delta = projected + (2 * 2 * hk * dk + 3 * hv * dk + 4 * hv * dv + hv * PAGE) * 4
+    return max(mlp, delta) + (4 + 2 * taps) * hidden * act
 
 
 def split_bytes(config: ModelConfig, choices: Choices) -> tuple[int, float]:

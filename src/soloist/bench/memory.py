@@ -133,14 +133,16 @@ def run_case(case: Case, directory: Path, card: int, used: int) -> dict[str, Any
         checkpoint.config, checkpoint.nbytes(), chosen, card=card, used=used, drafter=drafter,
         drafter_bytes=drafter_bytes,
     )  # fmt: skip
-    marks = [("imported", time.perf_counter() - STARTED)]
+    marks = [("import and headers", time.perf_counter() - STARTED)]
 
     def progress(what: str, done: int, total: int) -> None:
-        if done == total or what == "graphs":
-            marks.append((what if done < total else f"{what} loaded", time.perf_counter() - STARTED))
+        if what == "graphs":  # said before the first capture
+            marks.append(("head, checks, pool", time.perf_counter() - STARTED))
+        elif done == total:
+            marks.append((f"{what} loaded", time.perf_counter() - STARTED))
 
     engine = build_engine(settings, progress)
-    marks.append(("built", time.perf_counter() - STARTED))
+    marks.append(("captures, drafter, warm prompt", time.perf_counter() - STARTED))
     booted = _held(device)
     greeting = _Asked(engine, 64, 8, 0)
     greeting.take("first")
@@ -154,12 +156,15 @@ def run_case(case: Case, directory: Path, card: int, used: int) -> dict[str, Any
         "plan": {"pool_tokens": plan.pool_tokens, "items": {i.name: i.nbytes for i in plan.items}},
         "pool_tokens": engine.memory.pages.total * 64,
         "max_len": engine.max_len,
-        "marks_s": {name: round(at, 2) for name, at in marks},
+        "phases_s": _phases(marks),
+        "first_token_s": round(marks[-1][1], 2),
         "booted": booted,
         "first_answer": served,
         "knobs": dict(engine.status().knobs),
         "degraded": list(engine.status().degraded),
     }
+    # What is known so far counts even where the rest does not come to its end.
+    print(MARK + json.dumps(record | {"plan_error": 0.0, "ok": False, "error": "not filled in time"}), flush=True)
     if case.residents:
         context = case.context or engine.max_len - case.tokens - 1
         record["filled"] = _fill(engine, case, context, device)
@@ -171,6 +176,11 @@ def run_case(case: Case, directory: Path, card: int, used: int) -> dict[str, Any
     # A reading, not a promise: another machine's context may be larger than planned.
     record["ok"] = abs(off) <= 0.01 and record.get("filled", {}).get("ok", True)
     return record
+
+
+def _phases(marks: list[tuple[str, float]]) -> dict[str, float]:
+    """Seconds between one mark and the next."""
+    return {name: round(at - before, 2) for (name, at), (_, before) in zip(marks, [("", 0.0), *marks], strict=False)}
 
 
 def _fill(engine: Any, case: Case, context: int, device: torch.device) -> dict[str, Any]:
@@ -238,14 +248,19 @@ def main() -> int:
 
 def _one(name: str, command: list[str], environment: dict[str, str], limit: int) -> dict[str, Any]:
     """One case in its own process; what went wrong is a result too."""
-    try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=limit)
-    except subprocess.TimeoutExpired:
-        return {"case": {"name": name}, "ok": False, "error": f"not done in {limit} s"}
-    line = next((x for x in done.stdout.splitlines() if x.startswith(MARK)), None)
-    if line is None:
-        return {"case": {"name": name}, "ok": False, "error": (done.stderr or done.stdout)[-3000:]}
-    return json.loads(line.removeprefix(MARK))
+    with tempfile.TemporaryFile("w+") as said, tempfile.TemporaryFile("w+") as complained:
+        try:
+            subprocess.run(command, env=environment, stdout=said, stderr=complained, timeout=limit, check=False)
+            reason = ""
+        except subprocess.TimeoutExpired:
+            reason = f"not done in {limit} s\n"
+        said.seek(0), complained.seek(0)
+        lines = [x for x in said.read().splitlines() if x.startswith(MARK)]
+        reason += complained.read()[-2000:]
+    if not lines:
+        return {"case": {"name": name}, "ok": False, "error": reason}
+    record = json.loads(lines[-1].removeprefix(MARK))
+    return record if record["ok"] else record | {"stderr": reason}
 
 
 if __name__ == "__main__":

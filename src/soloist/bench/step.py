@@ -22,7 +22,7 @@ from soloist.bench.device_clock import median_seconds
 from soloist.bench.machine import machine, versions
 from soloist.bench.products import copy_bandwidth, matrix_rate
 from soloist.bench.synthetic import SHAPES, SyntheticSource
-from soloist.cache.codecs import token_codec
+from soloist.cache.codecs import TOKEN_FORMATS, token_codec
 from soloist.cache.kv import KVStore
 from soloist.cache.pages import PAGE
 from soloist.cache.recurrent import RecurrentState, StateShapes
@@ -31,14 +31,14 @@ from soloist.models.card_loader import CardLoader
 from soloist.models.state import AcceptedPath, Caches
 from soloist.models.step import RequestRows, VerifyStep, prefill_step, verify_step
 from soloist.ops.card_products import CardLinear, W4Linear
-from soloist.ops.triton import attention, delta, pdl
+from soloist.ops.triton import attention, pdl
 
 PROMPTS = (1024, 16384)
 CLASSES = (
     ("products", ("w4a16",)),
     ("dense products", ("_dense", "_wide")),
     ("attention", ("_past", "_recent", "_combine", "_qk_prepare")),
-    ("recurrence", ("_walk", "_prepare", "_gated_norm", "_fold", "_settle_conv")),
+    ("recurrence", ("delta", "_walk", "_prepare", "_gated_norm", "_fold", "_settle_conv")),
     ("small kernels", ("_add_norm", "_silu_mul", "index", "elementwise", "vectorized")),
 )
 
@@ -69,7 +69,7 @@ class Case:
 class Bench:
     """A synthetic model on the card with caches for the largest case."""
 
-    def __init__(self, shape: str, layers: int, cases: list[Case], state_dtype: torch.dtype) -> None:
+    def __init__(self, shape: str, layers: int, cases: list[Case], state_dtype: torch.dtype, kv: str = "bf16") -> None:
         self.device = torch.device("cuda")
         self.config = SHAPES[shape](layers)
         c = self.config
@@ -79,7 +79,7 @@ class Bench:
         splits = max(case.requests * case.rows * (case.context // attention.SPLIT + 2) for case in cases) + rows
         load = CardLoader(SyntheticSource(c, self.device), self.device, torch.bfloat16)
         self.model = CardModel(load, c)
-        codec = token_codec("bf16")
+        codec = token_codec(kv)
         self.kv = KVStore(
             layers=len(c.attention_layers),
             kv_heads=c.num_kv_heads,
@@ -91,7 +91,15 @@ class Bench:
             device=self.device,
         )
         for plane in self.kv.planes.values():
-            plane.normal_()
+            if plane.dtype is torch.int8:
+                plane.random_(-127, 128)
+            elif plane.dtype is torch.float8_e4m3fn:
+                for layer in plane:
+                    layer.copy_(torch.randn(layer.shape, device=self.device))
+            elif plane.dim() == 3:
+                plane.uniform_(0.005, 0.02)  # int8 scales
+            else:
+                plane.normal_()
         self.state = RecurrentState(StateShapes.of(c), requests, state_dtype, torch.bfloat16, self.device)
         self.state.all_states.normal_(std=0.1)
         self.model.prepare(CardShapes(rows, requests, self.pages, 8, splits), self.kv, self.state, ())
@@ -118,18 +126,8 @@ class Bench:
         paths = [
             AcceptedPath(r, range(r * case.rows, (r + 1) * case.rows), (), case.context) for r in range(case.requests)
         ]
-        model, b, table = self.model, self.model._buffers, self.model.tables.card
-        path, lengths = model._path.fill(paths)
-        moved = self.kv.stored(None, model._rows), self.kv.stored(None)
-
-        def settle() -> None:
-            attention.settle_kv(*moved, path, lengths, table["settled"], table["page_table"])
-            record = (b.dq, b.dk, b.dv, b.decay, b.beta)
-            delta.fold(
-                self.state.all_states, self.state.all_conv, record, b.u, table["taps"], path, lengths, table["slots"]
-            )
-
-        return settle
+        self.model._path.write(paths)
+        return self.model.settle_rows
 
     def prompt(self, tokens: int, piece: int) -> dict[str, float]:
         """Prefill one prompt in slices of `piece` rows, twice; times of the second run."""
@@ -219,10 +217,10 @@ def by_class(graph: torch.cuda.CUDAGraph) -> tuple[dict[str, float], int, dict[s
     return {k: round(v, 4) for k, v in totals.items()}, len(kernels), table
 
 
-def run(shape: str, layers: int, cases: list[Case], state_dtype: torch.dtype) -> dict[str, Any]:
+def run(shape: str, layers: int, cases: list[Case], state_dtype: torch.dtype, kv: str = "bf16") -> dict[str, Any]:
     """Time every case; returns the document that is printed last."""
     torch.manual_seed(0)
-    bench = Bench(shape, layers, cases, state_dtype)
+    bench = Bench(shape, layers, cases, state_dtype, kv)
     rate, flops = copy_bandwidth(bench.device), matrix_rate(bench.device)
     weights = bench.weight_bytes()
     print(f"{torch.cuda.get_device_name()}: copy {rate / 1e12:.2f} TB/s, bf16 {flops / 1e12:.0f} TFLOP/s")
@@ -266,6 +264,7 @@ def run(shape: str, layers: int, cases: list[Case], state_dtype: torch.dtype) ->
         "shape": shape,
         "layers": layers,
         "state_dtype": str(state_dtype).removeprefix("torch."),
+        "kv_format": kv,
         "card": torch.cuda.get_device_name(),
         "copy_Bps": rate,
         "bf16_flops": flops,
@@ -284,10 +283,11 @@ def main(
     rows: tuple[int, ...] = (1, 5, 8, 16),
     contexts: tuple[int, ...] = (1024, 25600),
     state_dtype: str = "float16",
+    kv: str = "bf16",
 ) -> None:
     """Run the command: one request at every row count and context, then eight requests of eight rows."""
     cases = [Case(1, r, c) for c in contexts for r in rows] + [Case(8, 8, min(contexts))]
-    document = run(shape, layers, cases, getattr(torch, state_dtype))
+    document = run(shape, layers, cases, getattr(torch, state_dtype), kv)
     print(json.dumps(document))
 
 
@@ -300,6 +300,7 @@ if __name__ == "__main__":
     parser.add_argument("--rows", default="1,5,8,16")
     parser.add_argument("--contexts", default="1024,25600")
     parser.add_argument("--state", default="float16", choices=("float16", "float32"))
+    parser.add_argument("--kv", default="bf16", choices=TOKEN_FORMATS)
     args = parser.parse_args()
     main(
         args.synthetic,
@@ -307,4 +308,5 @@ if __name__ == "__main__":
         tuple(map(int, args.rows.split(","))),
         tuple(map(int, args.contexts.split(","))),
         args.state,
+        args.kv,
     )

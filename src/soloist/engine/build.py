@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,7 @@ from soloist.engine.drafters import build_speculation, tap_layers
 from soloist.engine.engine import Engine
 from soloist.engine.kept import Kept
 from soloist.engine.memory import Memory
+from soloist.engine.scheduler import IDLE_SLICE_TOKENS
 from soloist.engine.selfcheck import MEANING, ROWS, cached_check, check_contracts, check_products
 from soloist.engine.vision import build_tower
 from soloist.errors import CheckpointError, SettingError
@@ -30,6 +31,7 @@ from soloist.models.card_loader import CardLoader
 from soloist.models.layers import Loader
 from soloist.models.qwen3_5 import Qwen35
 from soloist.models.state import Caches
+from soloist.models.step import prefill_step
 from soloist.ops.numerics import digest, fingerprint
 from soloist.ops.products import candidates
 from soloist.planner import MAX_ROWS, Choices
@@ -99,6 +101,8 @@ def _build(settings: Settings, progress: Progress | None, keep_sessions: bool, k
             progress("graphs", 0, 1)
         model.capture()
     speculation = build_speculation(settings, checkpoint, model, memory)
+    if device.type == "cuda":
+        warm_prompt(model, memory, speculation.taps)
     prints = digest(fingerprint(device, dtype, DTYPES[settings.state_dtype], model.product))
     return Engine(
         model,
@@ -116,6 +120,18 @@ def _build(settings: Settings, progress: Progress | None, keep_sessions: bool, k
         degraded=degraded,
         tower=tower,
     )
+
+
+@torch.inference_mode()
+def warm_prompt(model: Qwen35, memory: Memory, taps: Sequence[int]) -> None:
+    """Run the longest prompt slice once: its kernels are compiled and its workspace is had from the driver before
+    anybody asks. It leaves pages and a slot that nobody owns yet, and that whoever gets them writes first."""
+    pages = list(range(min(pages_for(IDLE_SLICE_TOKENS), memory.pages.total)))
+    step = prefill_step([0] * (len(pages) * PAGE), 0, 0, pages)
+    features = model.forward(step, memory.caches, taps)
+    model.logits(features.hidden[-1:])
+    memory.state.reset(0)
+    torch.cuda.synchronize(model.device)
 
 
 def _reported(settings: Settings) -> dict[str, str]:
