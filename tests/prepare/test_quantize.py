@@ -324,6 +324,50 @@ def test_gptq_needs_calibration(dense: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+def test_a_capture_of_another_model_is_refused(dense: Path, tmp_path: Path) -> None:
+    hessian = Hessian(64)
+    hessian.add(torch.randn(80, 64, generator=torch.Generator().manual_seed(1)))
+    save_hessians(tmp_path / "c", {"lm_head": hessian}, {})
+    parts = {"lm_head": PartRecipe(4, "gptq", 32)}
+    with pytest.raises(CheckpointError, match="lm_head is over 64 inputs, the module has 128"):
+        quantize(open_checkpoint(dense), parts, tmp_path / "out", gptq=Gptq([Captured(tmp_path / "c")]))
+    assert not (tmp_path / "out").exists()
+
+
+def _cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-7])
+
+
+def _replaced(name: str, tensor: torch.Tensor | None) -> Callable[[Path], None]:
+    def change(path: Path) -> None:
+        tensors = load_file(path)
+        del tensors[name]
+        save_file(tensors if tensor is None else {**tensors, name: tensor}, path, {"format": "pt"})
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "damage, message",
+    [
+        (_cut, "7 bytes are missing"),
+        (_replaced("embed_tokens.weight_scale", None), "embed_tokens.weight_scale is missing"),
+        (_replaced("embed_tokens.weight_packed", torch.zeros(320, 7, dtype=torch.int32)), "is not int4 or int8"),
+        (_replaced("embed_tokens.weight_scale", torch.ones(320, 3)), "does not divide"),
+        (_replaced("embed_tokens.weight_scale", torch.full((320, 4), torch.nan)), "of another checkpoint"),
+        (_replaced("mtp.draft_lm_head.weight", torch.zeros(64, 128)), "64 ascending token ids"),
+    ],
+)
+def test_damage_beside_is_named(dense: Path, tmp_path: Path, damage: Callable[[Path], None], message: str) -> None:
+    quantize(open_checkpoint(dense), {"embed": INT8}, tmp_path / "a")
+    write(tmp_path / "a", torch.arange(0, 320, 4))
+    damage(tmp_path / "a" / BESIDE)
+    with pytest.raises(CheckpointError) as caught:
+        open_checkpoint(tmp_path / "a")
+    assert message in caught.value.message and caught.value.remedy
+    assert open_checkpoint(tmp_path / "a", beside=False).notes == ()
+
+
 def test_captured_hessians_come_back(tmp_path: Path) -> None:
     shared, own = Hessian(16), Hessian(8)
     shared.add(torch.randn(50, 16, generator=torch.Generator().manual_seed(1)))

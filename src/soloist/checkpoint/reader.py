@@ -253,7 +253,8 @@ def _check_beside(modules: Mapping[str, StoredModule], tensors: Mapping[str, Ten
         return
     ids = torch.arange(0, stored.shape[0], max(1, stored.shape[0] // SAMPLED))
     dense = original.view()[ids].float()
-    if float((formats.load(stored, copy=False).rows(ids) - dense).norm()) > FARTHEST * float(dense.norm()):
+    distance = float((formats.load(stored, copy=False).rows(ids) - dense).norm())
+    if not distance <= FARTHEST * float(dense.norm()):
         raise CheckpointError(
             f"{original.shard.path.parent / BESIDE} holds the embedding of another checkpoint.",
             "Remove the file, or run `soloist quantize` again.",

@@ -80,6 +80,12 @@ class Quantiser:
         if self.gptq is None:
             raise SettingError("GPTQ needs calibration.", "Give --capture or --text, or use rtn.")
         hessian = self.gptq.hessian(job.module)
+        if hessian.matrix.shape[0] != job.stored.shape[1]:
+            raise CheckpointError(
+                f"The calibration of {job.module} is over {hessian.matrix.shape[0]} inputs, the module has "
+                f"{job.stored.shape[1]}.",
+                "Give a capture of this model.",
+            )
         if hessian is not self._of:
             self._factor = factorise(hessian, job.module, self.gptq.damping)
             self._of = hessian
