@@ -2,6 +2,7 @@
 
     python tools/retake.py                        # all, 15 to 20 minutes on two quiet cores
     python tools/retake.py decode single          # some
+    python tools/retake.py --card                 # single, document and ladder of the demo on a card, some minutes
     python tools/retake.py --list
 
 Nothing else should run meanwhile: every result carries the load average. A run that fails is named at the end, and the
@@ -11,10 +12,12 @@ exit code says so. `soak` takes half an hour and is not among them: `make soak`.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -46,26 +49,45 @@ SOAK = (
     f"soloist bench soak {COMMON} --name soak --minutes 30 --max-tokens 120 "
     f'--serve "{SERVE} --session-dir benchmarks/sessions"'
 )
+ON_CARD = ("single", "ladder", "document")
+
+
+def environment() -> dict[str, str]:
+    """This interpreter's `soloist` comes first; where the package is not installed, one that runs it from src/."""
+    beside = Path(sys.executable).parent
+    if not (beside / "soloist").exists():
+        beside = Path(tempfile.mkdtemp(prefix="soloist-bin-"))
+        for name, more in (("soloist", " -m soloist"), ("python", "")):
+            shim = beside / name
+            shim.write_text(f'#!/bin/sh\nexec "{sys.executable}"{more} "$@"\n')
+            shim.chmod(0o755)
+    paths = [str(ROOT / "src"), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
+    return {
+        **os.environ,
+        "PATH": os.pathsep.join([str(beside), os.environ["PATH"]]),
+        "PYTHONPATH": os.pathsep.join(p for p in paths if p),
+        "PORT": str(PORT),
+    }
+
+
+ENVIRONMENT = environment()
 
 
 def run(name: str, command: str) -> bool:
     """One measurement from the repository's root, its output shown; True if it succeeded."""
     began = time.monotonic()
     print(f"\n== {name}: {command}", flush=True)
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    done = subprocess.run(command, shell=True, cwd=ROOT, env={**os.environ, "PATH": path, "PYTHONPATH": "src:tests"})
+    done = subprocess.run(command, shell=True, cwd=ROOT, env=ENVIRONMENT)
     print(f"== {name}: {'done' if done.returncode == 0 else 'FAILED'} in {time.monotonic() - began:.0f} s", flush=True)
     return done.returncode == 0
 
 
 def with_server(chosen: dict[str, str]) -> list[str]:
-    """The scenarios over one server; returns those that failed. The first one starts it, as a stranger would."""
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    environment = {**os.environ, "PATH": path, "PORT": str(PORT)}
-    server = subprocess.Popen(SERVE.split(), cwd=ROOT, env=environment)
+    """The scenarios over one server; returns the names of those that failed."""
+    server = subprocess.Popen(f"exec {SERVE}", shell=True, cwd=ROOT, env=ENVIRONMENT)
     try:
         deadline = time.monotonic() + 300
-        while subprocess.run(["soloist", "service", "ready"], env=environment, cwd=ROOT).returncode:
+        while subprocess.run(["soloist", "service", "ready"], env=ENVIRONMENT, cwd=ROOT).returncode:
             if server.poll() is not None or time.monotonic() > deadline:
                 return list(chosen)
             time.sleep(0.5)
@@ -75,13 +97,33 @@ def with_server(chosen: dict[str, str]) -> list[str]:
         server.wait(60)
 
 
+def on_card(out: Path) -> int:
+    """The demo's scenarios on the card, written to `out`; the server is told to use it, so that it cannot be missed."""
+    os.environ["DEVICE"] = ENVIRONMENT["DEVICE"] = "cuda"
+    plot = "" if importlib.util.find_spec("matplotlib") else " --no-plot"
+    chosen = {
+        name: command.replace("benchmarks/demo-cpu", str(out)) + plot
+        for name, command in {**SCENARIOS, **RESTARTING}.items()
+        if name in ON_CARD
+    }
+    shutil.rmtree(ROOT / "benchmarks/sessions", ignore_errors=True)
+    failed = with_server({name: chosen[name] for name in chosen if name in SCENARIOS})
+    failed += [name for name in RESTARTING if not run(name, chosen[name])]
+    print(f"failed: {', '.join(failed) or 'none'}")
+    return 1 if failed else 0
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", help="some of the measurements; default: all")
     parser.add_argument("--list", action="store_true", help="print the commands and stop")
     parser.add_argument("--soak", action="store_true", help="only the half-hour soak")
+    parser.add_argument("--card", action="store_true", help=f"only {', '.join(ON_CARD)}, on the card")
+    parser.add_argument("--out", type=Path, help="with --card: directory; default: benchmarks/demo-gpu")
     args = parser.parse_args()
     everything = {**TOOLS, **SCENARIOS, **RESTARTING}
+    if args.card:
+        return on_card(args.out or ROOT / "benchmarks/demo-gpu")
     if args.list:
         print("\n".join(f"{name:12} {command}" for name, command in {**everything, "(--soak)": SOAK}.items()))
         return 0
@@ -102,7 +144,7 @@ def main() -> int:
         scenarios = {name: command for name, command in wanted.items() if name in SCENARIOS}
         failed += with_server(scenarios) if scenarios else []
         failed += [name for name in RESTARTING if name in wanted and not run(name, wanted[name])]
-    pages = subprocess.run([sys.executable, "tools/generate_docs.py"], cwd=ROOT).returncode
+    pages = subprocess.run([sys.executable, "tools/generate_docs.py"], cwd=ROOT, env=ENVIRONMENT).returncode
     print(f"\n{(time.monotonic() - began) / 60:.1f} minutes; failed: {', '.join(failed) or 'none'}")
     return 1 if failed or pages else 0
 
