@@ -53,3 +53,18 @@ def test_ring_fits_the_cards_of_users() -> None:
             ring = plan_ring(row_tile, True, limit)
             assert ring is not None and ring.stages >= 2
             assert ring.shared + 2048 <= limit
+
+
+@pytest.mark.parametrize("zeros", [False, True])
+def test_a_pair_meets_eight_rows_at_a_time(zeros: bool) -> None:
+    half = 200
+    weight = quantized(2 * half, 128, 64, zeros)
+    packed, truth = pack(weight, paired=True), weight.dequantize()
+    assert packed.paired and packed.words.shape[0] == 2
+    for row in range(0, 2 * half, 3):
+        second, inside = divmod(row, half)
+        at = inside // 8 * 16 + second * 8 + inside % 8
+        for column in range(0, 128, 9):
+            assert read_back(packed, at, column) == pytest.approx(float(truth[row, column]), rel=1e-6)
+    for at in range(inside // 8 * 16 + 16, 512):
+        assert read_back(packed, at, 0) == 0

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from soloist.ops.linear_cuda import Squares
 from soloist.ops.norms import rms_norm
 from soloist.ops.rope import apply_rope, inverse_frequencies, rope_tables
 from soloist.ops.triton.dense import DenseProduct
@@ -76,3 +77,14 @@ def test_dense_product(device: torch.device, n: int, k: int) -> None:
     near(whole, x.double() @ weight.double().T, 4e-3 if CARD else 1e-6)
     for rows in (1, 5, 16, 17):
         assert torch.equal(product(x[:rows]), whole[:rows])
+
+
+def test_dense_product_of_rows_without_their_root(device: torch.device) -> None:
+    torch.manual_seed(9)
+    weight = torch.randn(24, 1536, device=device).to(DOT)
+    x = torch.randn(18, 1536, device=device).to(DOT)
+    sums = torch.full((3, 20), float("nan"), device=device)
+    sums[:, :18] = torch.rand(3, 18, device=device) * 1536
+    y = DenseProduct(weight)(x, None, Squares(sums, 1536, 1e-6))
+    root = torch.rsqrt(sums[:, :18].sum(0) / 1536 + 1e-6)
+    near(y, (x.float() @ weight.float().T) * root[:, None], 5e-3 if CARD else 1e-5)

@@ -10,9 +10,11 @@ from soloist.models.step import RequestRows, VerifyStep, token_rows, verify_step
 from soloist.ops import attention as reference_attention
 from soloist.ops.conv import ancestor_conv
 from soloist.ops.gated_delta import DeltaInputs, delta_step, walk
+from soloist.ops.linear_cuda import Squares
 from soloist.ops.norms import gated_rms_norm, l2_normalise
 from soloist.ops.stored_rows import StoredRows
-from soloist.ops.triton import attention, delta
+from soloist.ops.triton import attention, delta, gates
+from soloist.ops.triton.dense import DenseProduct
 
 TAPS = 4
 CHAIN = [-1, 0, 1, 2, 3]
@@ -137,6 +139,30 @@ def test_delta_rule_along_the_forest_and_its_fold(device: torch.device, state_dt
         columns = torch.cat([history, x["u"][:, :channels]])[rig.step.taps[p.rows[-1], 1:]]
         assert torch.equal(conv[0, slot], columns)
     assert torch.equal(folded[0, 1], states[1])
+
+
+@pytest.mark.parametrize("rooted", [False, True])
+def test_gates_beside_the_convolution(device: torch.device, rooted: bool) -> None:
+    torch.manual_seed(4)
+    hk, hv, dk, dv, hidden = 2, 4, 32, 32, 1024
+    rig = Rig((70, 5), device)
+    dot = torch.bfloat16 if device.type == "cuda" else torch.float32
+    x, rows = inputs(rig, hk, hv, dk, dv), rig.step.rows
+    h, weight = torch.randn(rows, hidden, device=device).to(dot), torch.randn(16, hidden, device=device).to(dot) / 32
+    sums = torch.rand(4, rig.shapes.rows, device=device) * hidden
+    root = torch.rsqrt(sums[:, :rows].sum(0) / hidden + 1e-6)[:, None] if rooted else 1.0
+    shapes = ((rows, hk, dk), (rows, hk, dk), (rows, hv, dv), (rows, hv), (rows, hv))
+    found, truth = (tuple(poison(*s, device=device) for s in shapes) for _ in range(2))
+    t = rig.card
+    rest = (x["conv"], t["taps"][:rows], t["request"][:rows], t["slots"], x["weight"], x["negative_a"], x["dt_bias"])
+    ba = (h.float() @ weight.float().T * root).to(dot)
+    delta.prepare(x["u"], ba, *rest, truth)
+    squares = Squares(sums, hidden, 1e-6) if rooted else None
+    gates.prepare_gates(h, squares, DenseProduct(weight), x["u"], *rest, found)
+    for a, b in zip(found[:3], truth[:3], strict=True):
+        assert torch.equal(a, b)
+    for a, b in zip(found[3:], truth[3:], strict=True):
+        near(a, b, 1e-2 if device.type == "cuda" else 1e-5)
 
 
 def test_gated_norm(device: torch.device) -> None:

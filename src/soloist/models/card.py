@@ -11,6 +11,8 @@ pending work, so that a snapshot, a parked request and a profile always see sett
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,12 +20,18 @@ import numpy as np
 import torch
 
 from soloist.checkpoint.config import ModelConfig
+from soloist.models.card_stream import Stream, why_not_folded
 from soloist.models.layers import Attention, DeltaNet, Loader
 from soloist.models.qwen3_5 import Progress, Qwen35
 from soloist.models.state import KV, AcceptedPath, Caches, Features, State
 from soloist.models.step import GRID, PrefillStep, VerifyStep
-from soloist.ops.card_products import CardLinear
-from soloist.ops.triton import attention, delta, prefill, rows
+from soloist.ops import delta_cuda
+from soloist.ops.card_products import CardLinear, DenseLinear, W4Linear
+from soloist.ops.delta_cuda import Recurrence
+from soloist.ops.linear_cuda import TILE_N, Squares
+from soloist.ops.triton import attention, delta, gates, prefill, rows
+
+log = logging.getLogger("soloist.models")
 
 MAX_DEPTH = 32
 
@@ -151,6 +159,7 @@ class _Buffers:
     delta: torch.Tensor
     gate_up: torch.Tensor
     inner: torch.Tensor
+    squares: torch.Tensor
     qkv: torch.Tensor
     q: torch.Tensor
     mixed: torch.Tensor
@@ -185,6 +194,8 @@ class CardModel(Qwen35):
         self._partials = attention.Partials.allocate(
             shapes.splits, self.config.num_heads, self.config.head_dim, self.device
         )
+        self._recurrence = self._choose_recurrence()
+        self._log_form()
 
     def _allocate(self) -> _Buffers:
         c, t = self.config, self.shapes.rows
@@ -205,6 +216,7 @@ class CardModel(Qwen35):
             delta=half(t, c.hidden_size),
             gate_up=half(t, 2 * c.intermediate_size),
             inner=half(t, c.intermediate_size),
+            squares=full(-(-c.hidden_size // TILE_N), t),
             qkv=half(t, 2 * (c.num_heads + c.num_kv_heads) * c.head_dim),
             q=half(t, c.num_heads, c.head_dim),
             mixed=half(t * max(c.num_heads * c.head_dim, hv * dv)),
@@ -251,26 +263,55 @@ class CardModel(Qwen35):
         c = self.config
         x, h = b.x[:count], b.h[:count]
         x.copy_(self.embedding.rows(table["tokens"].long(), x.dtype))
-        pending: torch.Tensor | None = None
+        stream = Stream(x, h, b.delta[:count], b.squares, c.eps)
+        stream.start(self.layers[0][0].mixer_factor)
         at_attention = at_delta = 0
         for i, (norms, mixer, mlp) in enumerate(self.layers):
-            rows.add_norm(x, pending, norms.mixer_factor, c.eps, h)
-            pending = b.delta[:count]
             if isinstance(mixer, Attention):
-                self._attention_rows(mixer, at_attention, h, pending, table, count)
+                mixed = self._attention_rows(mixer, at_attention, stream, table, count)
                 at_attention += 1
             else:
-                self._delta_rows(mixer, at_delta, h, pending, table, count)
+                mixed = self._delta_rows(mixer, at_delta, stream, table, count)
                 at_delta += 1
-            rows.add_norm(x, pending, norms.mlp_factor, c.eps, h)
-            _decode(mlp.gate_up, h, b.gate_up[:count])
-            rows.silu_mul(b.gate_up[:count], b.inner[:count])
-            _decode(mlp.down, b.inner[:count], pending)
+            stream.add(mixer.out, mixed, norms.mlp_factor, (mlp.gate_up,))
+            inner = b.inner[:count]
+            if isinstance(mlp.gate_up, W4Linear) and mlp.gate_up.gates:
+                mlp.gate_up.gated(h, inner, stream.squares)
+            else:
+                _decode(mlp.gate_up, h, b.gate_up[:count], stream.squares)
+                rows.silu_mul(b.gate_up[:count], inner)
+            if i + 1 < len(self.layers):
+                following = self.layers[i + 1][:2]
+                stream.add(mlp.down, inner, following[0].mixer_factor, _inputs(following[1]))
+            else:
+                stream.add(mlp.down, inner, self.norm, ())
             if i in self._tap_layers:
                 place = self._tap_layers.index(i) * c.hidden_size
-                torch.add(x, pending, out=b.taps[:count, place : place + c.hidden_size])
-        rows.add_norm(x, pending, self.norm, c.eps, h)
+                b.taps[:count, place : place + c.hidden_size].copy_(x)
         _decode(self.head, h, b.logits[:count])
+
+    def _choose_recurrence(self) -> Recurrence | None:
+        """The CUDA C++ walk and fold, or None: the Triton ones."""
+        c = self.config
+        heads = c.linear_key_heads, c.linear_value_heads
+        reason = delta_cuda.why_not(self.device, self.dtype, c.linear_key_dim, c.linear_value_dim, heads)
+        if reason is not None:
+            log.info("recurrence: Triton kernels (%s)", reason)
+            return None
+        dk, dv = c.linear_key_dim, c.linear_value_dim
+        return Recurrence(*heads, dk, dv, c.gate_activation, self.device, self.shapes.requests)
+
+    def _log_form(self) -> None:
+        """Say once which norms and activations a step computes inside its products, and why the others are kernels."""
+        reasons: Counter[str] = Counter()
+        for i, (_, mixer, mlp) in enumerate(self.layers):
+            behind = _inputs(self.layers[i + 1][1]) if i + 1 < len(self.layers) else ()
+            for product, followers in ((mixer.out, (mlp.gate_up,)), (mlp.down, behind)):
+                reasons[why_not_folded(product, followers) or ""] += 1
+        gated = sum(isinstance(m.gate_up, W4Linear) and m.gate_up.gates for _, _, m in self.layers)
+        folded = reasons.pop("", 0)
+        why = "; ".join(f"{count} norms are kernels: {reason}" for reason, count in reasons.items())
+        log.info("%d norms and %d of %d activations inside products; %s", folded, gated, len(self.layers), why)
 
     def results(self, count: int) -> dict[str, torch.Tensor]:
         """Copies of what a step of `count` rows left behind, by name."""
@@ -285,47 +326,55 @@ class CardModel(Qwen35):
         self,
         mixer: Attention,
         layer: int,
-        h: torch.Tensor,
-        out: torch.Tensor,
+        stream: Stream,
         table: dict[str, torch.Tensor],
         count: int,
-    ) -> None:
+    ) -> torch.Tensor:
         b, c = self._buffers, self.config
         qkv, q = b.qkv[:count], b.q[:count]
         k, v = self._kv.stored(layer, self._rows)
-        _decode(mixer.qkv, h, qkv)
+        _decode(mixer.qkv, stream.h, qkv, stream.squares)
         rows.qk_prepare(qkv, mixer.factors, table["rotary"], self.inverse, c.eps, q, k, v)
         mixed = b.mixed[: count * c.num_heads * c.head_dim].view(count, -1)
         attention.verify_attention(q, k, v, *self._kv.stored(layer), table, self._partials, qkv, mixed, mixer.scale)
-        _decode(mixer.out, mixed, out)
+        return mixed
 
     def _delta_rows(
         self,
         mixer: DeltaNet,
         layer: int,
-        h: torch.Tensor,
-        out: torch.Tensor,
+        stream: Stream,
         table: dict[str, torch.Tensor],
         count: int,
-    ) -> None:
+    ) -> torch.Tensor:
         b = self._buffers
-        u, ba = b.u[layer, :count], b.ba[:count]
-        _decode(mixer.qkvz, h, u)
-        _decode(mixer.ba, h, ba)
+        u = b.u[layer, :count]
+        _decode(mixer.qkvz, stream.h, u, stream.squares)
         inputs = b.dk[layer, :count], b.dv[layer, :count], b.decay[layer, :count], b.beta[layer, :count]
         record = (b.dq[:count], *inputs)
-        delta.prepare(
-            u, ba, self._state.conv[layer], table["taps"], table["request"], table["slots"],
+        conv = (
+            u, self._state.conv[layer], table["taps"], table["request"], table["slots"],
             mixer.conv, mixer.negative_a, mixer.dt_bias, record,
         )  # fmt: skip
-        walked = b.walked[:count]
-        delta.walk(
-            self._state.states[layer], record, walked, b.scratch, table["slots"], table["starts"], table["counts"],
-            table["parent"], table["keep"],
-        )  # fmt: skip
+        narrow = mixer.ba.narrow if isinstance(mixer.ba, DenseLinear) else None
+        if narrow is not None and count <= narrow.max_rows:
+            gates.prepare_gates(stream.h, stream.squares, narrow, *conv)
+        else:
+            ba = b.ba[:count]
+            _decode(mixer.ba, stream.h, ba, stream.squares)
+            delta.prepare(u, ba, *conv[1:])
+        walked, states = b.walked[:count], self._state.states[layer]
+        z = u[:, mixer.channels : mixer.channels + mixer.heads * mixer.dv]
         mixed = b.mixed[: count * mixer.heads * mixer.dv].view(count, -1)
-        delta.gated_norm(walked, u[:, mixer.channels :], mixer.norm, mixer.eps, mixer.act, mixed)
-        _decode(mixer.out, mixed, out)
+        if self._recurrence is not None:
+            self._recurrence.walk(states, record, walked, b.scratch, table, z, mixer.norm, mixer.eps, mixed)
+            return mixed
+        delta.walk(
+            states, record, walked, b.scratch, table["slots"], table["starts"], table["counts"], table["parent"],
+            table["keep"],
+        )  # fmt: skip
+        delta.gated_norm(walked, z, mixer.norm, mixer.eps, mixer.act, mixed)
+        return mixed
 
     @torch.inference_mode()
     def settle(self, paths: Sequence[AcceptedPath]) -> None:
@@ -344,9 +393,12 @@ class CardModel(Qwen35):
             table["page_table"],
         )  # fmt: skip
         record = (b.dq, b.dk, b.dv, b.decay, b.beta)
-        delta.fold(
-            self._state.all_states, self._state.all_conv, record, b.u, table["taps"], path, lengths, table["slots"]
-        )
+        states, conv, slots = self._state.all_states, self._state.all_conv, table["slots"]
+        if self._recurrence is not None:
+            self._recurrence.fold(states, record, path, lengths, slots)
+            delta.settle_conv(conv, b.u, table["taps"], path, lengths, slots)
+        else:
+            delta.fold(states, conv, record, b.u, table["taps"], path, lengths, slots)
 
 
 class Paths:
@@ -379,6 +431,11 @@ class Paths:
         return flat[self._requests :].view(self._requests, MAX_DEPTH), flat[: self._requests]
 
 
-def _decode(product: object, x: torch.Tensor, out: torch.Tensor) -> None:
+def _decode(product: object, x: torch.Tensor, out: torch.Tensor, squares: Squares | None = None) -> None:
     assert isinstance(product, CardLinear)
-    product.decode(x, out)
+    product.decode(x, out, squares=squares)
+
+
+def _inputs(mixer: Attention | DeltaNet) -> tuple[object, ...]:
+    """The products that read a mixer's normed input."""
+    return (mixer.qkv,) if isinstance(mixer, Attention) else (mixer.qkvz, mixer.ba)

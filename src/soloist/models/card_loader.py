@@ -20,3 +20,6 @@ class CardLoader(Loader):
 
     def linear(self, modules: Sequence[str], pad: int = 1) -> CardLinear:
         return fused_card_linear([self.source.weight(m) for m in modules], self.device, self.dtype, pad)
+
+    def pair(self, modules: Sequence[str]) -> CardLinear:
+        return fused_card_linear([self.source.weight(m) for m in modules], self.device, self.dtype, paired=True)

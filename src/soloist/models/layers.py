@@ -46,6 +46,10 @@ class Loader:
         """One product over the stacked rows of `modules`, each padded with zero rows to a multiple of `pad`."""
         return self.of(stack_dense([self.source.weight(m) for m in modules], pad))
 
+    def pair(self, modules: Sequence[str]) -> Linear:
+        """`linear` of a gate and an up projection; a loader may lay their rows out so that they meet."""
+        return self.linear(modules)
+
     def of(self, weight: Weight) -> Linear:
         """A product over a weight at hand."""
         return self.make(weight, self.device, self.dtype)
@@ -179,7 +183,7 @@ class MLP:
     """(silu(u Wg^T) * (u Wu^T)) Wd^T, gate and up stacked into one product."""
 
     def __init__(self, load: Loader, prefix: str) -> None:
-        self.gate_up = load.linear([f"{prefix}.gate_proj", f"{prefix}.up_proj"])
+        self.gate_up = load.pair([f"{prefix}.gate_proj", f"{prefix}.up_proj"])
         self.down = load.linear([f"{prefix}.down_proj"])
 
     def __call__(self, u: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:

@@ -128,20 +128,27 @@ def reductions(kernel: Any) -> list[str]:
 
 def cuda_kernels(arch: int) -> list[Compiled]:
     """The W4A16 products' variants, compiled for sm_`arch` by NVRTC."""
-    from soloist.ops import linear_cuda
+    from soloist.ops import delta_cuda, linear_cuda
     from soloist.ops.cuda import nvrtc
 
     out = []
+    for key_heads, value_heads, dim in ((16, 48, 128), (2, 4, 32)):
+        for state, fold in ((0, 0), (1, 0), (1, 1), (2, 1)):
+            macros = {"HK": key_heads, "HV": value_heads, "DK": dim, "DV": dim, "STATE": state, "FOLD": fold}
+            macros |= {"SIGMOID": 0, "PDL": int(arch >= 90 and not fold)}
+            _, log = nvrtc.compile_cubin(nvrtc.source("delta"), arch, macros, verbose=True)
+            name = f"delta ({'fold' if fold else 'walk'}, {value_heads} heads of {dim}, states {state})"
+            out.append(_from_log(name, arch, log, 0, delta_cuda.THREADS // 32))
     for zeros in (0, 1):
         for row_tile in linear_cuda.ROW_TILES:
             ring = linear_cuda.plan_ring(row_tile, bool(zeros), SHARED_LIMIT[arch])
             if ring is None:
                 continue
             macros = {"MT": row_tile, "U": ring.units, "STAGES": ring.stages, "HAS_ZEROS": zeros, "SCALE_BF16": 0}
-            macros["PDL"] = int(arch >= 90)
+            macros |= {"PDL": int(arch >= 90), "WM": linear_cuda.m_tiles_per_warp(row_tile)}
             _, log = nvrtc.compile_cubin(nvrtc.source("w4a16"), arch, macros, verbose=True)
             label = f"w4a16 ({row_tile} rows{', zeros' if zeros else ''})"
-            out.append(_from_log(label, arch, log, ring.shared, 4 * linear_cuda.K_GROUPS))
+            out.append(_from_log(label, arch, log, ring.shared, linear_cuda.threads(row_tile) // 32))
         shared, stages = linear_cuda.prefill_shared(bool(zeros), SHARED_LIMIT[arch])
         macros = {"STAGES": stages, "HAS_ZEROS": zeros, "SCALE_BF16": 0}
         _, log = nvrtc.compile_cubin(nvrtc.source("w4a16_prefill"), arch, macros, verbose=True)
@@ -161,8 +168,9 @@ def step_calls(
 ) -> dict[str, Callable[[], object]]:
     """The Triton launches of a verify step at one shape, on empty CPU tensors of 16-bit activations."""
     from soloist.ops import top
+    from soloist.ops.linear_cuda import Squares
     from soloist.ops.stored_rows import StoredRows
-    from soloist.ops.triton import attention, delta, delta_prefill, prefill, rows
+    from soloist.ops.triton import attention, delta, delta_prefill, gates, prefill, rows
     from soloist.ops.triton.conv import causal_conv
     from soloist.ops.triton.dense import DenseProduct
     from soloist.ops.triton.norms import norm
@@ -208,6 +216,11 @@ def step_calls(
         "prepare": lambda: delta.prepare(
             u, ba, half(2, taps - 1, channels), index(t, taps), index(t), index(r), full(taps, channels), full(hv),
             full(hv), record,
+        ),
+        "prepare_gates": lambda: gates.prepare_gates(
+            half(t, hidden), Squares(full(-(-hidden // 256), t), hidden, 1e-6), DenseProduct(half(2 * hv, hidden)), u,
+            half(2, taps - 1, channels), index(t, taps), index(t), index(r), full(taps, channels), full(hv), full(hv),
+            record,
         ),
         "walk": lambda: delta.walk(
             states, record, full(t, hv, dk), full(2, hv, dk, dk), index(r), index(r), index(r), index(t), index(t)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from soloist.ops.linear import DenseWeight, QuantizedWeight, Weight
-from soloist.ops.linear_cuda import PackedW4, W4Prefill, W4Product, Workspace, pack, why_not_w4
+from soloist.ops.linear_cuda import PackedW4, Residual, Squares, W4Prefill, W4Product, Workspace, pack, why_not_w4
 from soloist.ops.products import Linear
 
 if TYPE_CHECKING:
@@ -39,7 +39,14 @@ class CardLinear(Linear):
         """Bytes of the weight as a step reads it."""
         raise NotImplementedError
 
-    def decode(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    # What a decode step may ask of `decode` beyond the product; see `W4Product.__call__`.
+    takes_squares = False
+    adds_residual = False
+    gates = False
+
+    def decode(
+        self, x: torch.Tensor, out: torch.Tensor | None = None, *, squares: Squares | None = None
+    ) -> torch.Tensor:
         raise NotImplementedError
 
     def prefill(self, x: torch.Tensor) -> torch.Tensor:
@@ -55,8 +62,9 @@ class W4Linear(CardLinear):
     """4-bit codes with group scales; bf16 activations."""
 
     name = "w4a16"
+    takes_squares = True
 
-    def __init__(self, weight: Weight, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, weight: Weight, device: torch.device, dtype: torch.dtype, paired: bool = False) -> None:
         assert isinstance(weight, QuantizedWeight)
         super().__init__(weight.shape)
         on_card = QuantizedWeight(
@@ -67,7 +75,8 @@ class W4Linear(CardLinear):
             weight.group,
             weight.shape,
         )
-        self.packed: PackedW4 = pack(on_card)
+        self.packed: PackedW4 = pack(on_card, paired)
+        self.gates, self.adds_residual = paired, not paired
         self._decode = W4Product(self.packed, workspace(device))
         self._prefill = W4Prefill(self.packed, workspace(device))
 
@@ -87,8 +96,18 @@ class W4Linear(CardLinear):
     def nbytes(self) -> int:
         return self.packed.nbytes
 
-    def decode(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        return self._decode(x, out)
+    def decode(
+        self, x: torch.Tensor, out: torch.Tensor | None = None, *, squares: Squares | None = None
+    ) -> torch.Tensor:
+        return self._decode(x, out, squares=squares)
+
+    def gated(self, x: torch.Tensor, out: torch.Tensor, squares: Squares | None) -> torch.Tensor:
+        """out [M, N / 2] = silu(first half) * second half; `gates` products only."""
+        return self._decode(x, out, squares=squares, gated=True)
+
+    def add(self, x: torch.Tensor, out: torch.Tensor, residual: Residual) -> torch.Tensor:
+        """residual.x += product, out = its rows times the next norm's factor; `adds_residual` products only."""
+        return self._decode(x, out, residual=residual)
 
     def prefill(self, x: torch.Tensor) -> torch.Tensor:
         return self._prefill(x)
@@ -113,6 +132,7 @@ class DenseLinear(CardLinear):
             from soloist.ops.triton.dense import DenseProduct
 
             self._narrow = DenseProduct(self._weight)
+            self.takes_squares = True
 
     @classmethod
     def refuses(cls, weight: Weight, device: torch.device, dtype: torch.dtype) -> str | None:
@@ -124,8 +144,18 @@ class DenseLinear(CardLinear):
     def nbytes(self) -> int:
         return self._weight.nbytes
 
-    def decode(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        return self._wide(x, out) if self._narrow is None else self._narrow(x, out)
+    @property
+    def narrow(self) -> DenseProduct | None:
+        """The small product's kernel, where it is one."""
+        return self._narrow
+
+    def decode(
+        self, x: torch.Tensor, out: torch.Tensor | None = None, *, squares: Squares | None = None
+    ) -> torch.Tensor:
+        if self._narrow is not None:
+            return self._narrow(x, out, squares)
+        assert squares is None
+        return self._wide(x, out)
 
     def prefill(self, x: torch.Tensor) -> torch.Tensor:
         return self._wide(x)
@@ -175,12 +205,17 @@ def stack_quantized(weights: list[Weight]) -> QuantizedWeight | None:
     )
 
 
-def fused_card_linear(weights: list[Weight], device: torch.device, dtype: torch.dtype, pad: int = 1) -> CardLinear:
-    """One product over stacked rows; falls back to dense rows where forms differ or padding is asked for."""
+def fused_card_linear(
+    weights: list[Weight], device: torch.device, dtype: torch.dtype, pad: int = 1, paired: bool = False
+) -> CardLinear:
+    """One product over stacked rows; falls back to dense rows where forms differ or padding is asked for.
+
+    `paired`: two projections of one size whose rows will be combined, so that a 4-bit product may do it.
+    """
     from soloist.ops.products import stack_dense
 
     quantized = stack_quantized(weights) if pad == 1 else None
     if quantized is not None and W4Linear.refuses(quantized, device, dtype) is None:
-        return W4Linear(quantized, device, dtype)
+        return W4Linear(quantized, device, dtype, paired)
     dense: DenseWeight = stack_dense(weights, pad)
     return card_linear(dense, device, dtype)

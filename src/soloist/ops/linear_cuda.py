@@ -19,6 +19,8 @@ TILE_N, UNIT_K = 256, 64
 ROW_TILES = (8, 16, 32)
 K_GROUPS = 2
 MAX_STAGES = 6
+MAX_PARTS = 32  # sums of squares a row may come with: 256 columns each
+SIGNATURE = "pppppp" + "iiiiii" + "pii" + "piff" + "ipppi"  # of w4a16.cu
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,7 @@ class PackedW4:
     words   int32 [tiles, K / 64, 16, 32, 4]
     scales  fp16 or bf16 [tiles, groups, 8, 8, 2, 2]
     zeros   uint8, same order as scales, or None for the symmetric zero 8
+    paired  the rows are two stacked matrices, 8 rows of each in turn: a gate meets its up projection in one thread
     """
 
     words: torch.Tensor
@@ -35,6 +38,7 @@ class PackedW4:
     zeros: torch.Tensor | None
     shape: tuple[int, int]
     group_units: int
+    paired: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -74,15 +78,28 @@ def _fragment_words(codes: torch.Tensor) -> torch.Tensor:
     return torch.stack(out)
 
 
-def pack(weight: QuantizedWeight) -> PackedW4:
-    """Repack a canonical 4-bit weight for the kernel, N padded to 256 with zero scales.
+def _in_turn(rows: torch.Tensor) -> torch.Tensor:
+    """[2 F, ..] -> [256 ceil(F / 128), ..]: 8 rows of the first half, 8 of the second, ..; zero rows behind each."""
+    half = rows.shape[0] // 2
+    padded = -(-half // (TILE_N // 2)) * (TILE_N // 2) - half
+    pair = torch.nn.functional.pad(rows.view(2, half, -1), (0, 0, 0, padded))
+    return pair.view(2, -1, 8, rows.shape[1]).transpose(0, 1).reshape(-1, rows.shape[1])
+
+
+def pack(weight: QuantizedWeight, paired: bool = False) -> PackedW4:
+    """Repack a canonical 4-bit weight for the kernel, N padded to 256 with zero scales; `paired` as in PackedW4.
 
     Raises ValueError with the reason of `why_not_w4`.
     """
     reason = why_not_w4(weight)
     if reason is not None:
         raise ValueError(f"w4a16: {reason}")
-    n, k = weight.shape
+    n, k = shape = weight.shape
+    if paired:
+        zeros = None if weight.zeros is None else _in_turn(weight.zeros)
+        codes, scales = _in_turn(weight.codes), _in_turn(weight.scales)
+        n = codes.shape[0]
+        weight = QuantizedWeight(codes, scales, zeros, weight.bits, weight.group, (n, k))
     tiles, units = -(-n // TILE_N), k // UNIT_K
     device, padding = weight.codes.device, tiles * TILE_N - n
     words = torch.empty(tiles, units, 16, 32, 4, dtype=torch.int32, device=device)
@@ -97,7 +114,17 @@ def pack(weight: QuantizedWeight) -> PackedW4:
     pad = torch.nn.functional.pad
     zeros = None if weight.zeros is None else _rows_to_tiles(pad(weight.zeros, (0, 0, 0, padding)), tiles)
     scales = _rows_to_tiles(pad(weight.scales, (0, 0, 0, padding)), tiles)
-    return PackedW4(words, scales, zeros, (n, k), weight.group // UNIT_K)
+    return PackedW4(words, scales, zeros, shape, weight.group // UNIT_K, paired)
+
+
+def m_tiles_per_warp(row_tile: int) -> int:
+    """16-column tiles a warp of the decode kernel computes: two, or four where two would not fit the registers."""
+    return 4 if row_tile == 32 else 2
+
+
+def threads(row_tile: int) -> int:
+    """Threads of a block of the decode kernel."""
+    return K_GROUPS * TILE_N // 16 // m_tiles_per_warp(row_tile) * 32
 
 
 @dataclass(frozen=True)
@@ -111,7 +138,7 @@ class Ring:
 
 def plan_ring(row_tile: int, zeros: bool, shared_limit: int) -> Ring | None:
     """Two units of 64 a stage where three stages fit, else one where two fit, else None: the row tile cannot run."""
-    exchange = row_tile * TILE_N * 4
+    exchange = row_tile * (TILE_N + 1 + MAX_PARTS) * 4  # with a root and its parts per row
     for units, least in ((2, 3), (1, 2)):
         unit = TILE_N * UNIT_K // 2 + 2 * TILE_N + (TILE_N if zeros else 0)
         stage = units * unit + row_tile * (units * 2 * UNIT_K + 16)
@@ -119,6 +146,27 @@ def plan_ring(row_tile: int, zeros: bool, shared_limit: int) -> Ring | None:
         if stages >= least:
             return Ring(units, stages, K_GROUPS * stages * stage + exchange)
     return None
+
+
+@dataclass(frozen=True)
+class Squares:
+    """What is missing from rows that were multiplied by an RMS norm's factor only: sums of their squares.
+
+    values fp32 [tiles, >= rows], one sum per 256 columns; a row's root is rsqrt(sum over tiles / width + eps).
+    """
+
+    values: torch.Tensor
+    width: int
+    eps: float
+
+
+@dataclass(frozen=True)
+class Residual:
+    """Where a product adds its result: x [T, N] bf16 in place. It then returns x * factor [N] and fills `squares`."""
+
+    x: torch.Tensor
+    factor: torch.Tensor
+    squares: torch.Tensor
 
 
 class Workspace:
@@ -132,7 +180,7 @@ class Workspace:
         self.shared_limit = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]  # not in torch's stubs
         self.row_tiles = tuple(m for m in ROW_TILES if plan_ring(m, True, self.shared_limit) is not None)
         size = self.ctas * max(self.row_tiles) * TILE_N
-        self.partials = torch.empty(size, dtype=torch.float32, device=device)
+        self.partials = torch.full((size,), -1, dtype=torch.int32, device=device)
         self.arrivals = torch.zeros(max_tiles, dtype=torch.int32, device=device)
 
 
@@ -168,10 +216,11 @@ class W4Product:
             "HAS_ZEROS": int(zeros),
             "SCALE_BF16": int(self.weight.scales.dtype == torch.bfloat16),
             "PDL": int(self.dependent),
+            "WM": m_tiles_per_warp(row_tile),
         }
         return nvrtc.load(
-            "w4a16", "w4a16", space.arch, tuple(macros.items()), 128 * K_GROUPS, ring.shared,
-            "ppppppp" + "iiiiiiii", self.dependent, self._cache,
+            "w4a16", "w4a16", space.arch, tuple(macros.items()), threads(row_tile), ring.shared,
+            SIGNATURE, self.dependent, self._cache,
         )  # fmt: skip
 
     def warm(self) -> None:
@@ -179,15 +228,39 @@ class W4Product:
         for row_tile in self.workspace.row_tiles:
             self._kernel(row_tile)
 
-    def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """x bf16 [M, K], row stride any multiple of 8 -> bf16 [M, N]."""
-        n, k = self.weight.shape
+    def __call__(
+        self,
+        x: torch.Tensor,
+        out: torch.Tensor | None = None,
+        *,
+        squares: Squares | None = None,
+        gated: bool = False,
+        residual: Residual | None = None,
+    ) -> torch.Tensor:
+        """x bf16 [M, K], row stride any multiple of 8 -> bf16 [M, N].
+
+        squares   what x lacks of its RMS norm
+        gated     silu(first half) * second half, [M, N / 2]; the weight must be paired
+        residual  add to it, and return its rows with the next norm's factor; not for a paired weight
+        """
+        w, (n, k) = self.weight, self.weight.shape
         rows = x.shape[0]
         if x.dtype != torch.bfloat16 or x.shape[1] != k or x.stride(1) != 1 or x.stride(0) % 8:
             raise ValueError(f"w4a16 needs contiguous bf16 rows of {k}, got {x.dtype} {tuple(x.shape)} {x.stride()}")
-        y = torch.empty(rows, n, dtype=torch.bfloat16, device=x.device) if out is None else out
+        if (gated and not w.paired) or (residual is not None and w.paired):
+            raise ValueError("w4a16: SiLU needs a paired weight, a residual one that is not")
+        if out is None:
+            out = torch.empty(rows, n // 2 if gated else n, dtype=torch.bfloat16, device=x.device)
+        if residual is not None and (residual.x.stride() != out.stride() or not residual.squares.is_contiguous()):
+            raise ValueError("w4a16: residual and output must be laid out alike, squares without gaps")
+        if squares is not None and squares.values.shape[0] > MAX_PARTS:
+            raise ValueError(f"w4a16: {squares.values.shape[0]} sums of squares a row, at most {MAX_PARTS}")
+        if residual is not None and squares is not None and residual.squares.stride(0) != squares.values.stride(0):
+            raise ValueError("w4a16: squares read and squares written must have one row stride")
+        epilogue = 3 if residual is not None else int(w.paired) + gated
+        sums = squares.values if squares is not None else residual.squares if residual is not None else None
         stream = torch.cuda.current_stream(x.device).cuda_stream
-        w, largest = self.weight, self.workspace.row_tiles[-1]
+        largest = self.workspace.row_tiles[-1]
         for first in range(0, rows, largest):
             count = min(largest, rows - first)
             row_tile = next(m for m in self.workspace.row_tiles if m >= count)
@@ -198,20 +271,29 @@ class W4Product:
                     w.scales.data_ptr(),
                     0 if w.zeros is None else w.zeros.data_ptr(),
                     x.data_ptr() + 2 * first * x.stride(0),
-                    y.data_ptr() + 2 * first * y.stride(0),
                     self.workspace.partials.data_ptr(),
                     self.workspace.arrivals.data_ptr(),
                     count,
-                    n,
                     x.stride(0),
-                    y.stride(0),
                     k // UNIT_K,
                     w.group_units.bit_length() - 1,
                     *divmod(w.words.shape[0] * (k // UNIT_K), self.workspace.ctas),
+                    out.data_ptr() + 2 * first * out.stride(0),
+                    n,
+                    out.stride(0),
+                    0 if squares is None else squares.values.data_ptr() + 4 * first,
+                    0 if squares is None else squares.values.shape[0],
+                    1.0 if squares is None else float(squares.width),
+                    0.0 if squares is None else squares.eps,
+                    epilogue,
+                    0 if residual is None else residual.x.data_ptr() + 2 * first * out.stride(0),
+                    0 if residual is None else residual.factor.data_ptr(),
+                    0 if residual is None else residual.squares.data_ptr() + 4 * first,
+                    0 if sums is None else sums.stride(0),
                 ),
                 stream,
             )
-        return y
+        return out
 
 
 def prefill_shared(zeros: bool, shared_limit: int) -> tuple[int, int]:
@@ -240,7 +322,7 @@ class W4Prefill:
         }
         return nvrtc.load(
             "w4a16_prefill", "w4a16_prefill", self.workspace.arch, tuple(macros.items()), 256, shared,
-            "ppppp" + "iiiiiii", False, self._cache,
+            "ppppp" + "iiiiiiii", False, self._cache,
         )  # fmt: skip
 
     def warm(self) -> None:
@@ -270,6 +352,7 @@ class W4Prefill:
                 m_tiles,
                 k // UNIT_K,
                 w.group_units,
+                int(w.paired),
             ),
             torch.cuda.current_stream(x.device).cuda_stream,
         )

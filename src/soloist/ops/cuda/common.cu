@@ -13,7 +13,11 @@ __device__ __forceinline__ u32 smem_address(const void* p) {
 __device__ __forceinline__ void copy16(u32 dst, const void* src, int bytes) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(bytes) : "memory");
 }
+__device__ __forceinline__ void copy4(u32 dst, const void* src) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(dst), "l"(src) : "memory");
+}
 __device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+__device__ __forceinline__ void wait_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 template <int n> __device__ __forceinline__ void wait_group() { asm volatile("cp.async.wait_group %0;" ::"n"(n) : "memory"); }
 __device__ __forceinline__ uint4 load_shared(u32 a) {
     uint4 v;
@@ -28,10 +32,16 @@ __device__ __forceinline__ uint4 load_fragments(u32 a) {
                  : "r"(a));
     return v;
 }
-// Two codes at nibbles s and s + 4 as bf16 (128 + code), minus (128 + zero): exact integers.
-__device__ __forceinline__ u32 decode(u32 word, u32 minus) {
-    u32 v, out;
+// Two codes at nibbles s and s + 4 as bf16: 128 + code, exactly.
+__device__ __forceinline__ u32 raw_codes(u32 word) {
+    u32 v;
     asm("lop3.b32 %0, %1, 0x000f000f, 0x43004300, 0xea;" : "=r"(v) : "r"(word));
+    return v;
+}
+// The same minus (128 + zero).
+__device__ __forceinline__ u32 decode(u32 word, u32 minus) {
+    const u32 v = raw_codes(word);
+    u32 out;
     asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(out) : "r"(v), "r"(0x3f803f80u), "r"(minus));
     return out;
 }
@@ -55,6 +65,7 @@ __device__ __forceinline__ u16 to_bf16(float f) {
     asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(h) : "f"(f));
     return h;
 }
+__device__ __forceinline__ float bf16_value(u16 h) { return __uint_as_float((u32)h << 16); }
 
 // Barriers in shared memory: a stage is full when its bytes have landed, empty when every warp has read it.
 __device__ __forceinline__ void barrier_init(u32 bar, u32 arrivals) {

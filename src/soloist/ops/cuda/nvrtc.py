@@ -144,7 +144,7 @@ def load(
 ) -> Kernel:
     """Compile (or read from `directory`, by default the user's cache) and load `entry` of `name`.cu into the context.
 
-    types      one letter per argument: p pointer, i int32, f float32
+    types      one letter per argument: p pointer, i int32, l uint64, f float32
     dependent  launch with programmatic stream serialization (sm_90 and newer)
     """
     from cuda.bindings import driver
@@ -158,5 +158,5 @@ def load(
     (error,) = driver.cuFuncSetAttribute(function, limit, shared)
     if error != driver.CUresult.CUDA_SUCCESS:
         raise KernelUnavailable(f"{shared} bytes of shared memory per block are not to be had: {error}")
-    letters = {"p": ctypes.c_void_p, "i": ctypes.c_int, "f": ctypes.c_float}
+    letters = {"p": ctypes.c_void_p, "i": ctypes.c_int, "l": ctypes.c_uint64, "f": ctypes.c_float}
     return Kernel(function, library, block, shared, tuple(letters[t] for t in types), dependent)

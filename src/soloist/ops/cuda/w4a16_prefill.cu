@@ -21,7 +21,7 @@
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 w4a16_prefill(const u8* __restrict__ w, const u8* __restrict__ scales, const u8* __restrict__ zeros,
               const u8* __restrict__ x, u16* __restrict__ y, int rows, int n_out, int x_stride, int y_stride,
-              int m_tiles, int per_tile, int group_units) {
+              int m_tiles, int per_tile, int group_units, int paired) {
     extern __shared__ __align__(128) u8 smem[];
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, g = lane / 4, t = lane % 4;
     const int warp_n = warp % 4, warp_m = warp / 4;
@@ -152,8 +152,15 @@ w4a16_prefill(const u8* __restrict__ w, const u8* __restrict__ scales, const u8*
                     to_bf16(total[m][n][i]);
     __syncthreads();
     for (int i = thread; i < TILE_M * (TILE_N / 4); i += THREADS) {
-        const int row = i / (TILE_N / 4), n = n_tile * TILE_N + (i % (TILE_N / 4)) * 4;
-        if (m_tile * TILE_M + row < rows && n < n_out)
+        const int row = i / (TILE_N / 4), inside = i % (TILE_N / 4) * 4;
+        int n = n_tile * TILE_N + inside, limit = n_out;
+        if (paired) {                   // 8 gate columns, 8 up columns in turn: gate columns first, then up columns
+            n = n_tile * (TILE_N / 2) + inside / 16 * 8 + inside % 8;
+            limit = n_out / 2;
+        }
+        const bool real = n < limit;
+        if (paired && inside / 8 % 2) n += n_out / 2;
+        if (m_tile * TILE_M + row < rows && real)
             *reinterpret_cast<u64*>(y + (u64)(m_tile * TILE_M + row) * y_stride + n) =
                 *reinterpret_cast<const u64*>(tile + row * OUT_STRIDE + (i % (TILE_N / 4)) * 4);
     }

@@ -39,16 +39,12 @@ def _conv_head(
 
 
 @triton.jit
-def _prepare(
-    u, ba, conv, taps, request, slots, weight, negative_a, dt_bias, q_out, k_out, v_out, decay_out, beta_out,
-    u_stride, ba_stride, ba_half, scale,
+def conv_program(
+    u, conv, taps, request, slots, weight, q_out, k_out, v_out, u_stride, scale, row, head,
     HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, TAPS: tl.constexpr, CHANNELS: tl.constexpr,
-    BLOCK: tl.constexpr, GATES: tl.constexpr,
-    PDL: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    pdl.begin(PDL)
-    row = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
+    """One row of one head: a query or key head (head < 2 HK), convolved and normalised, or a value head, convolved."""
     slot = tl.load(slots + tl.load(request + row)).to(tl.int64)
     cols = tl.arange(0, BLOCK)
     if head < 2 * HK:
@@ -60,19 +56,43 @@ def _prepare(
             tl.store(q_out + (row * HK + head) * DK + cols, y * scale, mask=inside)
         else:
             tl.store(k_out + (row * HK + head - HK) * DK + cols, y, mask=inside)
-    elif head < 2 * HK + HV:
+    else:
         inside = cols < DV
         at = head - 2 * HK
         y = _conv_head(u, conv, taps, weight, row, slot, 2 * HK * DK + at * DV + cols, inside, u_stride, CHANNELS, TAPS)
         tl.store(v_out + (row * HV + at) * DV + cols, y, mask=inside)
+
+
+@triton.jit
+def log_decay(a, dt_bias, negative_a):
+    """softplus(a + dt_bias) * -exp(A_log)."""
+    a += dt_bias
+    return tl.where(a > 20.0, a, tl.log(1.0 + tl.exp(tl.minimum(a, 20.0)))) * negative_a
+
+
+@triton.jit
+def _prepare(
+    u, ba, conv, taps, request, slots, weight, negative_a, dt_bias, q_out, k_out, v_out, decay_out, beta_out,
+    u_stride, ba_stride, ba_half, scale,
+    HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, TAPS: tl.constexpr, CHANNELS: tl.constexpr,
+    BLOCK: tl.constexpr, GATES: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    pdl.begin(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    if head < 2 * HK + HV:
+        conv_program(
+            u, conv, taps, request, slots, weight, q_out, k_out, v_out, u_stride, scale, row, head,
+            HK, HV, DK, DV, TAPS, CHANNELS, BLOCK,
+        )  # fmt: skip
     else:
         heads = tl.arange(0, GATES)
         real = heads < HV
         b = tl.load(ba + row * ba_stride + heads, mask=real, other=0.0).to(tl.float32)
         a = tl.load(ba + row * ba_stride + ba_half + heads, mask=real, other=0.0).to(tl.float32)
-        a += tl.load(dt_bias + heads, mask=real, other=0.0)
-        softplus = tl.where(a > 20.0, a, tl.log(1.0 + tl.exp(tl.minimum(a, 20.0))))
-        g = softplus * tl.load(negative_a + heads, mask=real, other=0.0)
+        dt = tl.load(dt_bias + heads, mask=real, other=0.0)
+        g = log_decay(a, dt, tl.load(negative_a + heads, mask=real, other=0.0))
         tl.store(decay_out + row * HV + heads, tl.exp(g), mask=real)
         tl.store(beta_out + row * HV + heads, 1.0 / (1.0 + tl.exp(-b)), mask=real)
 
@@ -310,17 +330,30 @@ def fold(
     key_heads, dk = k.shape[2], k.shape[3]
     value_heads, dv = v.shape[2], v.shape[3]
     bv = min(BLOCK_V, dv)
-    layers, requests, channels, width = states.shape[0], slots.numel(), conv.shape[-1], taps.shape[1]
+    layers, requests = states.shape[0], slots.numel()
     loop = min(4, dv // bv)
     _fold[(layers, value_heads * (dv // (bv * loop)), requests)](
         states, conv, k, v, decay, beta, u, taps, path, lengths, slots,
         states.stride(0), conv.stride(0), k.stride(0), v.stride(0), decay.stride(0), u.stride(0), u.stride(1),
         path.stride(0), key_heads, value_heads, dk, dv, bv, loop, num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip
+    settle_conv(conv, u, taps, path, lengths, slots)
+
+
+def settle_conv(
+    conv: torch.Tensor,
+    u: torch.Tensor,
+    taps: torch.Tensor,
+    path: torch.Tensor,
+    lengths: torch.Tensor,
+    slots: torch.Tensor,
+) -> None:
+    """The convolution's part of `fold`: every layer's columns as of the last accepted row."""
+    layers, channels = conv.shape[0], conv.shape[-1]
     block = 1024
-    _settle_conv[(layers, triton.cdiv(channels, block), requests)](
+    _settle_conv[(layers, triton.cdiv(channels, block), slots.numel())](
         conv, u, taps, path, lengths, slots, conv.stride(0), u.stride(0), u.stride(1), path.stride(0), channels,
-        width, block, num_warps=4,
+        taps.shape[1], block, num_warps=4,
     )  # fmt: skip
 
 
