@@ -1,6 +1,6 @@
 """What 4 bits cost and a draft vocabulary gains: benchmarks/demo-cpu/quantization.json and its plot, from nothing else.
 
-    python tools/measure_quantization.py MODEL DRAFTER WORK RESULT
+    python tools/measure_quantization.py MODEL DRAFTER WORK RESULT [SECTION ...]
 
 MODEL and DRAFTER are dense. Calibration answers (180 prompts) and held-out answers (every third of 120, other subjects)
 are made by `soloist capture` and kept in WORK; RESULT is written after each section, and a run that finds sections in
@@ -215,7 +215,11 @@ def plot(found: Mapping[str, Any], path: Path) -> None:
 
 
 def main() -> None:
-    model, drafter, work, result = map(Path, sys.argv[1:])
+    model, drafter, work, result = map(Path, sys.argv[1:5])
+    wanted = sys.argv[5:] or list(SECTIONS)
+    for name in wanted:
+        if name not in SECTIONS:
+            sys.exit(f"{name} is no section; they are: {', '.join(SECTIONS)}")
     torch.set_grad_enabled(False)
     found: dict[str, Any] = json.loads(result.read_text()) if result.exists() else {}
     found |= {
@@ -226,13 +230,17 @@ def main() -> None:
         "commit": commit(),
     }
     bench = Bench(model, drafter, work)
-    for name, section in SECTIONS.items():
+    for name in wanted:
         if name not in found:
             with tempfile.TemporaryDirectory() as scratch:
-                found[name] = section(bench, Path(scratch))
+                measured = SECTIONS[name](bench, Path(scratch))
+            if result.exists():  # another process may have added its sections meanwhile
+                found = json.loads(result.read_text()) | found
+            found[name] = measured
             result.write_text(json.dumps(found, indent=1) + "\n")
             print(name, "done", flush=True)
-    plot(found, result.with_suffix(".png"))
+    if set(SECTIONS) <= set(found):
+        plot(found, result.with_suffix(".png"))
 
 
 if __name__ == "__main__":

@@ -66,6 +66,8 @@ def make(model: Path, drafter: Path, captures: tuple[Path, Path], scratch: Path)
         ["quantize", str(drafter), "--part", "drafter=int4:gptq", "--capture", str(captures[1]), "--out", str(block)],
     ]  # fmt: skip
     for command in commands:
+        if command[0] == "quantize" and Path(command[-1]).exists():
+            continue
         subprocess.run([sys.executable, "-m", "soloist", *command], check=True)
     return fast, block
 
@@ -105,7 +107,13 @@ def transformers(model: Path, prompts: list[list[int]], stops: set[int]) -> list
 def vllm(python: str, model: Path, prompts: list[list[int]], drafts: bool) -> list[dict[str, Any]]:
     """vLLM in its own interpreter."""
     asked = json.dumps({"model": str(model), "prompts": prompts, "tokens": TOKENS, "drafts": drafts})
-    env = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    env = {
+        **os.environ,
+        "VLLM_TARGET_DEVICE": "cpu",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    }
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder) / "greedy.py"
         script.write_text(VLLM)
@@ -132,6 +140,7 @@ def main() -> None:
     for name in ("model", "drafter", "capture", "capture_drafter"):
         parser.add_argument(name, type=Path)
     parser.add_argument("--vllm", help="the Python of an environment with vllm-cpu")
+    parser.add_argument("--work", type=Path, help="keep the two directories here, and use them if they are there")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     report: dict[str, Any] = {
@@ -144,7 +153,8 @@ def main() -> None:
         "near": NEAR,
     }
     with tempfile.TemporaryDirectory() as folder:
-        fast, block = make(args.model, args.drafter, (args.capture, args.capture_drafter), Path(folder))
+        work = args.work or Path(folder)
+        fast, block = make(args.model, args.drafter, (args.capture, args.capture_drafter), work)
         opened = open_checkpoint(fast)
         report["parts"] = {row.part: f"{row.form} {row.bits}" for row in opened.summary() if row.part != "norms"}
         template, tokenizer = ChatTemplate.load(fast), Tokenizer.load(fast)
@@ -159,16 +169,21 @@ def main() -> None:
                 "tokens_per_step": sum(len(a["ids"]) for a in drafted) / sum(a["steps"] for a in drafted),
             }
             print(name, report[f"soloist {name}"], flush=True)
-        theirs = {"transformers": transformers(fast, prompts, set(opened.config.eos_ids))}
-        if args.vllm:
-            theirs["vllm"] = vllm(args.vllm, fast, prompts, drafts=False)
-        for name, answers in theirs.items():
+        theirs: dict[str, list[dict[str, Any]]] = {}
+
+        def compare(name: str, answers: list[dict[str, Any]]) -> None:
+            theirs[name] = answers
             report[name] = [judge(a, b, NEAR[name]) for a, b in zip(plain, answers, strict=True)]
+            args.out.write_text(json.dumps(report, indent=1) + "\n")
             print(name, report[name], flush=True)
+
+        if args.vllm:
+            compare("vllm", vllm(args.vllm, fast, prompts, drafts=False))
+        compare("transformers", transformers(fast, prompts, set(opened.config.eos_ids)))
         if args.vllm:
             drafted = vllm(args.vllm, fast, prompts, drafts=True)
             same = [a["ids"] == b["ids"] for a, b in zip(theirs["vllm"], drafted, strict=True)]
-            report["vllm with its MTP drafts"] = {"loads": True, "same_text_as_without_drafts": same}
+            report["vllm with its MTP drafts"] = {"same_text_as_without_drafts": same}
     args.out.write_text(json.dumps(report, indent=1) + "\n")
     bad = [one for name in theirs for one in report[name] if not (one.get("equal") or one.get("near_tie"))]
     drafts = [report[f"soloist {name}"]["same_text_as_without_drafts"] for name in ("mtp", "dflash2")]
