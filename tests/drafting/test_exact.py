@@ -10,13 +10,16 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
+import torch
 
 from cache.arms import Answer, Arm, text
 from drafting.scripted import Scripted, distinct_grams
 from soloist import demo
+from soloist.checkpoint.reader import Checkpoint
 from soloist.models import step as step_module
 from soloist.models.qwen3_5 import Qwen35
 from soloist.models.state import Record
+from soloist.ops.linear import DenseWeight, Weight
 from tiny import build_tiny
 
 PLAIN = {"spec": "none", "lookup": "0", "prefix_cache": "0", "settle": "0"}
@@ -161,3 +164,32 @@ def test_the_demos_drafters_change_nothing(knobs: dict[str, str], plain_answers)
             assert pending.answer().bits == plain_answers[key].bits, key
             accepted += pending.request.stats.accepted
     assert accepted > 0
+
+
+@pytest.mark.parametrize("damage", [0.7, 30.0], ids=["partial", "near-zero"])
+@pytest.mark.parametrize("spec", ["mtp", "dflash2"])
+def test_a_corrupted_drafter_changes_nothing(
+    spec: str, damage: float, plain_answers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Noise on all matrices of a drafter, in units of their deviation: fewer drafts are right, no text differs."""
+    weight = Checkpoint.weight
+    noise = torch.Generator().manual_seed(1)
+
+    def corrupted(self: Checkpoint, module: str, copy: bool = True) -> Weight:
+        whole = weight(self, module, copy)
+        if self.kind != "drafter" and not module.startswith("mtp."):
+            return whole
+        dense = whole.dequantize()
+        return DenseWeight(dense + damage * dense.std() * torch.randn(dense.shape, generator=noise))
+
+    monkeypatch.setattr(Checkpoint, "weight", corrupted)
+    knobs = {"spec": spec, "lookup": "0", "block_rule": "saturated"}
+    with Arm(demo.path(), **{**PLAIN, **knobs}) as arm:
+        running = {
+            (name, i): arm.start(demo_prompts()[i], 60, params=QUICK[name]) for name, i in plain_answers if i < 2
+        }
+        got = {key: pending.answer() for key, pending in running.items()}
+    assert [key for key in got if got[key].bits != plain_answers[key].bits] == []
+    accepted, drafted = (sum(getattr(p.request.stats, n) for p in running.values()) for n in ("accepted", "drafted"))
+    print(f"{spec} {damage}: {accepted} of {drafted}")
+    assert 0.01 < accepted / drafted < 0.6 if damage < 1 else accepted / drafted < 0.01
