@@ -34,7 +34,7 @@ from soloist.drafting.mtp import MTPDrafter
 from soloist.drafting.proposal import Proposal
 from soloist.engine import runner as runner_module
 from soloist.engine.build import card_shapes
-from soloist.engine.drafters import card_mtp
+from soloist.engine.drafters import card_dflash2, card_mtp
 from soloist.engine.graphs import GraphedModel
 from soloist.engine.memory import Memory
 from soloist.engine.request import Phase, Request
@@ -224,7 +224,7 @@ class Loop:
                 module, kv = self.mtp
                 made: Drafter = MTPDrafter(module, kv, 4) if reference else card_mtp(module, kv, 4, self.model, slots)
             else:
-                made = DFlash2Drafter(self.dflash2, slots)
+                made = DFlash2Drafter(self.dflash2, slots) if reference else card_dflash2(self.dflash2, slots)
             self._drafters[key] = made
         return self._drafters[key]
 

@@ -81,9 +81,13 @@ class DFlash2Drafter:
             taps.append(part.taps[start - part.start :])
             owner += [part.slot] * (part.end - start)
             positions += range(start, part.end)
+        self._context_rows(taps, owner, positions)
+
+    def _context_rows(self, taps: list[torch.Tensor], owner: list[int], positions: list[int]) -> None:
+        """Turn rows of taps, in order, into context of their slots at their positions."""
         at = torch.tensor(positions, device=self.model.device)
         k, v = self.model.context(torch.cat(taps), at)
-        rows, lanes = torch.tensor(owner, device=at.device), at % window
+        rows, lanes = torch.tensor(owner, device=at.device), at % self.model.config.window
         self.keys[:, rows, :, lanes] = k
         self.values[:, rows, :, lanes] = v
 
@@ -118,23 +122,30 @@ class DFlash2Drafter:
             return drafts
         asks = [batch[i] for i in asked]
         self._compute([ask.slot for ask in asks])
+        for i, ask, row, pairs in zip(asked, asks, *self._blocks(asks), strict=True):
+            drafts[i] = self._walk(ask, row, pairs)
+        return drafts
+
+    def _blocks(self, asks: Sequence[Ask]) -> tuple[np.ndarray, np.ndarray]:
+        """One block per request: candidates int64 [R, S, K] and pair scores fp32 [R, S, K, K]."""
         anchors = torch.tensor([ask.anchor for ask in asks], device=self.model.device)
         positions = torch.tensor([ask.position for ask in asks], device=self.model.device)
         y = self.model.block(anchors, positions, *self._context(asks, positions))
         ids, scores = self.model.candidates(y)
         edges = self.model.edges(anchors, y, ids, scores)
-        ids_host, edges_host = ids.cpu().numpy(), edges.cpu().numpy()
-        for i, ask, row, pairs in zip(asked, asks, ids_host, edges_host, strict=True):
-            drafts[i] = self._walk(ask, row, pairs)
-        return drafts
+        return ids.cpu().numpy(), edges.cpu().numpy()
 
-    def _context(self, asks: Sequence[Ask], positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Keys, values [layers, R, kv, L, D] of these slots and what each block row sees, bool [R, block, L]."""
-        c = self.model.config
+    def _spans(self, asks: Sequence[Ask]) -> list[tuple[int, int]]:
+        """(first, end) of what each slot holds. Raises ValueError where an anchor does not follow."""
         spans = [self._span.get(ask.slot, (ask.position, ask.position)) for ask in asks]
         for ask, (_, end) in zip(asks, spans, strict=True):
             if end != ask.position:
                 raise ValueError(f"slot {ask.slot} has absorbed {end} tokens; its anchor is at {ask.position}")
+        return spans
+
+    def _context(self, asks: Sequence[Ask], positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Keys, values [layers, R, kv, L, D] of these slots and what each block row sees, bool [R, block, L]."""
+        c, spans = self.model.config, self._spans(asks)
         # Until a slot is as long as the window its positions are its lanes, and the rest of the ring is empty.
         used = min(c.window, max(1, max(end for _, end in spans)))
         device = self.model.device

@@ -30,6 +30,7 @@ from soloist.ops.products import Linear, PackedLinear
 from soloist.settings import Settings
 
 Kind = Literal["none", "mtp", "dflash2"]
+Mode = Literal["on", "off", "check"]
 
 # Rows lookup alone puts up before a copy has shown itself.
 LOOKUP_BLOCK = 7
@@ -194,4 +195,15 @@ def _dflash2(
         )
     head, ids = _head(settings, checkpoint, model, dtype)
     drafter = DFlash2(_loader(source, model.device, dtype), config, model.embedding, head, ids)
+    if model.device.type == "cuda":
+        return card_dflash2(drafter, memory.state.slots, settings.graphs)
     return DFlash2Drafter(drafter, memory.state.slots)
+
+
+def card_dflash2(model: DFlash2, slots: int, mode: Mode = "on") -> DFlash2Drafter:
+    """The DFlash2 drafter of a card, its graphs captured."""
+    from soloist.drafting.card_dflash2 import CardDFlash2Drafter
+
+    made = CardDFlash2Drafter(model, slots, mode)
+    made.card.capture()
+    return made

@@ -11,6 +11,8 @@ is the drafter's own, however many rows the target verifies.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 import torch.nn.functional as F
 
@@ -20,6 +22,9 @@ from soloist.ops.linear import DenseWeight, Weight
 from soloist.ops.norms import plain_rms_norm
 from soloist.ops.products import Linear
 from soloist.ops.rope import apply_rope, inverse_frequencies, rope_tables
+
+# (q [R, block, n, D], k, v [R, block, kv, D]) -> o [R, block, n, D]
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class GroupedConv:
@@ -74,11 +79,9 @@ class BlockLayer:
         block: int,
         cos: torch.Tensor,
         sin: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        visible: torch.Tensor,
+        attend: Attend,
     ) -> torch.Tensor:
-        """x [R * block, H]; keys, values [R, kv, L, D]: context; visible bool [R, 1, block, L + block]."""
+        """x [R * block, H]; `attend` sees to the context."""
         rows, width = x.shape[0], self.heads * self.dim
         h = plain_rms_norm(x, self.input_norm, self.eps)
         before, after = self.attention_conv.coefficients(h, block)
@@ -86,16 +89,10 @@ class BlockLayer:
             [width + self.kv_heads * self.dim, self.kv_heads * self.dim], dim=-1
         )
         qk = plain_rms_norm(qk.view(rows, self.heads + self.kv_heads, self.dim), self.qk_norm, self.eps)
-        qk = apply_rope(qk, cos, sin).view(-1, block, self.heads + self.kv_heads, self.dim).transpose(1, 2)
-        v = v.view(-1, block, self.kv_heads, self.dim).transpose(1, 2)
-        o = F.scaled_dot_product_attention(
-            qk[:, : self.heads],
-            torch.cat([keys, qk[:, self.heads :]], 2),
-            torch.cat([values, v], 2),
-            attn_mask=visible,
-            enable_gqa=True,
-        )
-        x = x + self.attention_conv(self.out(o.transpose(1, 2).reshape(rows, width)), after)
+        qk = apply_rope(qk, cos, sin).view(-1, block, self.heads + self.kv_heads, self.dim)
+        v = v.view(-1, block, self.kv_heads, self.dim)
+        o = attend(qk[:, :, : self.heads], qk[:, :, self.heads :], v)
+        x = x + self.attention_conv(self.out(o.reshape(rows, width)), after)
         h = plain_rms_norm(x, self.post_norm, self.eps)
         before, after = self.mlp_conv.coefficients(h, block)
         gate, up = self.gate_up(self.mlp_conv(h, before)).chunk(2, -1)
@@ -153,19 +150,38 @@ class DFlash2:
         visible bool [R, block, L]: which of it each row sees. Returns y [R, block - 1, H], normed, one row per slot.
         """
         c, block = self.config, self.config.block_size
-        tokens = torch.full((anchors.numel(), block), c.mask_token_id, device=anchors.device)
-        tokens[:, 0] = anchors
         own = torch.ones(block, block, dtype=torch.bool, device=anchors.device)
         if c.causal:
             own = own.tril_()
         visible = torch.cat([visible, own.expand(anchors.numel(), -1, -1)], -1).unsqueeze(1)
+
+        def attend(layer: int) -> Attend:
+            def sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+                return F.scaled_dot_product_attention(
+                    q.transpose(1, 2),
+                    torch.cat([keys[layer], k.transpose(1, 2)], 2),
+                    torch.cat([values[layer], v.transpose(1, 2)], 2),
+                    attn_mask=visible,
+                    enable_gqa=True,
+                ).transpose(1, 2)
+
+            return sdpa
+
+        return self.rows(anchors, positions, attend)
+
+    @torch.inference_mode()
+    def rows(self, anchors: torch.Tensor, positions: torch.Tensor, attend: Callable[[int], Attend]) -> torch.Tensor:
+        """`block` with `attend(layer)` for the attention of a layer over context and block."""
+        c, block = self.config, self.config.block_size
+        tokens = torch.full((anchors.numel(), block), c.mask_token_id, device=anchors.device)
+        tokens[:, 0] = anchors
         rows = positions.unsqueeze(-1) + torch.arange(block, device=positions.device)
         cos, sin = rope_tables(rows.flatten(), self.inverse)
         x = self.embedding.rows(tokens.flatten(), self.dtype)
         if c.embedding_scale != 1.0:
             x = x * c.embedding_scale
         for i, layer in enumerate(self.layers):
-            x = layer(x, block, cos, sin, keys[i], values[i], visible)
+            x = layer(x, block, cos, sin, attend(i))
         return plain_rms_norm(x, self.norm, c.eps).view(anchors.numel(), block, -1)[:, 1:]
 
     @torch.inference_mode()
@@ -173,12 +189,19 @@ class DFlash2:
         """y [R, S, H] -> the selector's top-k token ids int64 [R, S, K] and their unary scores fp32 [R, S, K]."""
         c = self.config
         values, places = self.head(y.flatten(0, 1)).float().topk(c.selector_top_k, dim=-1)
+        return self.scored(y.shape[:2], values, places)
+
+    def scored(
+        self, shape: Sequence[int], values: torch.Tensor, places: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`candidates` from the head's best values fp32 and rows int64, [R * S, K] each; `shape` is (R, S)."""
+        c = self.config
         scores = values * c.output_multiplier
         if c.softcap > 0:
             scores = c.softcap * torch.tanh(scores / c.softcap)
         ids = places if self.ids is None else self.ids[places]
-        shape = (*y.shape[:2], c.selector_top_k)
-        return ids.view(shape), scores.view(shape)
+        each = (*shape, c.selector_top_k)
+        return ids.view(each), scores.view(each)
 
     @torch.inference_mode()
     def edges(self, anchors: torch.Tensor, y: torch.Tensor, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
