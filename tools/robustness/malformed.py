@@ -12,8 +12,9 @@ import httpx
 from tools.robustness.server import watched
 
 from malformed import malformed
+from script_model import build_script, pieces
 
-WHAT = "random malformed requests, one after the other, to `soloist serve demo`"
+WHAT = "random malformed requests, one after the other, to `soloist serve` on a script checkpoint of four small layers"
 COUNT = 20_000
 WARM = 1000  # requests before the first reading of memory: caches fill, tables are made
 KNOBS = {"max_len": "256", "threads": "1", "host_cache_gb": "0.05"}
@@ -24,8 +25,12 @@ def run(count: int) -> dict[str, Any]:
     statuses: Counter[str] = Counter()
     faults: list[dict[str, Any]] = []
     memory: list[dict[str, float]] = []
-    log = Path(tempfile.mkdtemp()) / "server.log"
-    with watched(log, **KNOBS) as server, httpx.Client(base_url=server.url, timeout=300) as client:
+    root = Path(tempfile.mkdtemp())
+    model = build_script(root / "script", pieces("What is valid by accident gets this answer."))
+    with (
+        watched(root / "server.log", str(model), **KNOBS) as server,
+        httpx.Client(base_url=server.url, timeout=300) as client,
+    ):
         for i in range(WARM + count):
             method, path, headers, raw = malformed(rng)
             reply = client.request(method, path, content=raw, headers=headers)

@@ -51,13 +51,13 @@ class Watched:
 
 
 @contextlib.contextmanager
-def watched(log: Path, **knobs: str) -> Iterator[Watched]:
-    """Serve the bundled demo with these knobs until the block ends."""
+def watched(log: Path, model: str = "demo", **knobs: str) -> Iterator[Watched]:
+    """Serve a model with these knobs until the block ends."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     flags = [x for name, value in knobs.items() for x in (f"--{name.replace('_', '-')}", value)]
-    command = [sys.executable, "-m", "soloist", "serve", "demo", "--port", str(port), *flags]
+    command = [sys.executable, "-m", "soloist", "serve", model, "--port", str(port), *flags]
     with log.open("wb") as out:
         process = subprocess.Popen(command, stdout=out, stderr=out)
         server = Watched(process, f"http://127.0.0.1:{port}", log)
