@@ -1,4 +1,4 @@
-# make chat | serve | test | slow | full | lint | setup | dev | docs | figures | soak | lock
+# make chat | serve | test | slow | full | lint | setup | dev | docs | figures | soak | contracts | lock
 # Knobs pass through: make serve MODEL=~/models/qwen SPEC=dflash2 PORT=8000
 
 VENV := .venv
@@ -13,7 +13,7 @@ export VENV
 JOBS ?= 2
 PYTEST = $(PYTHON_BIN) -m pytest -n $(JOBS) --dist loadscope
 
-.PHONY: help chat serve test slow full lint setup dev docs figures soak lock
+.PHONY: help chat serve test slow full lint setup dev docs figures soak contracts lock
 
 help:
 	@echo "make chat    set up if needed, serve the bundled demo model, open a chat"
@@ -24,6 +24,7 @@ help:
 	@echo "make setup   only create .venv with what serving needs; make dev adds what testing needs"
 	@echo "make docs    write the pages that come from code and data"
 	@echo "make figures take the demo's figures on this CPU again (15 to 20 minutes); make soak: half an hour more"
+	@echo "make contracts  the sweeps that take hours, kept as data; goes on where it was stopped"
 	@echo "make lock    resolve pyproject.toml into requirements/*.txt"
 
 chat: $(RUNTIME)
@@ -58,6 +59,12 @@ figures: $(DEV)
 
 soak: $(DEV)
 	$(PYTHON_BIN) tools/retake.py --soak
+
+RECORD = $(PYTHON_BIN) tools/record_tests.py --resume --out benchmarks/cpu
+contracts: $(DEV)
+	$(RECORD)/contracts.json -- -m "full or slow" -k "full or twenty or seed" tests/drafting/test_contracts_demo.py
+	$(RECORD)/distribution.json -- -m full tests/drafting/test_law_in_the_loop.py tests/sampling/test_law_sampled.py
+	$(RECORD)/cache.json -- -m full tests/cache
 
 lock: $(DEV)
 	$(PYTHON_BIN) tools/lock.py
