@@ -88,3 +88,19 @@ def test_dense_product_of_rows_without_their_root(device: torch.device) -> None:
     y = DenseProduct(weight)(x, None, Squares(sums, 1536, 1e-6))
     root = torch.rsqrt(sums[:, :18].sum(0) / 1536 + 1e-6)
     near(y, (x.float() @ weight.float().T) * root[:, None], 5e-3 if CARD else 1e-5)
+
+
+def test_dense_products_share_their_parts(device: torch.device) -> None:
+    """A smaller product after a larger one takes the same scratch, and each leaves the counters as it found them."""
+    torch.manual_seed(4)
+    large, small = (torch.randn(n, 512, device=device).to(DOT) for n in (96, 40))
+    x = torch.randn(7, 512, device=device).to(DOT)
+    first, second = DenseProduct(large), DenseProduct(small)
+    assert second.parts is first.parts and second.arrivals is first.arrivals
+    for product, weight in ((first, large), (second, small), (first, large)):
+        near(product(x).float(), (x.double() @ weight.double().t()).float(), BF16_BOUND)
+        assert not product.arrivals.any()
+    first.parts.untyped_storage().resize_(0)
+    again = DenseProduct(small)
+    assert again.parts is not first.parts
+    near(again(x).float(), (x.double() @ small.double().t()).float(), BF16_BOUND)

@@ -6,6 +6,7 @@ is allocated once, here; nothing allocates later.
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from soloist.planner import (
     GRAPHS,
     MIB,
     Choices,
+    draft_items,
     kv_token_bytes,
     pool_pages,
     slot_items,
@@ -180,6 +182,7 @@ def host_room() -> int:
 
 def _pages_left(settings: Settings, checkpoint: Checkpoint, chosen: Choices, device: torch.device) -> int:
     """Pages in what the card has free now, after everything still to come."""
+    gc.collect()
     torch.cuda.empty_cache()  # loading repacks weights; what that left behind is free
     free, total = card_room(device), torch.cuda.mem_get_info(device)[1]
     config = checkpoint.config
@@ -189,6 +192,7 @@ def _pages_left(settings: Settings, checkpoint: Checkpoint, chosen: Choices, dev
     coming = [i for i in weights if i.name not in loaded]
     coming += slot_items(config, drafter, chosen)
     coming += step_items(config, chosen, len(drafter.tap_layers) if drafter is not None else 0)
+    coming += draft_items(config, drafter, chosen)
     need = sum(item.nbytes for item in coming) + GRAPHS + chosen.reserve
     pages = pool_pages(config, chosen, free - need)
     if pages * PAGE < settings.reserve_tokens + PAGE:
