@@ -27,6 +27,7 @@ def draw(document: dict[str, Any], out: Path) -> None:
         bottom = [b + h for b, h in zip(bottom, heights, strict=True)]
     for i, case in enumerate(cases):
         axes.plot([i - 0.4, i + 0.4], [case["floor_ms"]] * 2, color="black", linewidth=1.5)
+    axes.set_xlabel("requests x rows of each, at so many settled tokens")
     axes.set_ylabel("ms per verify step")
     axes.set_title(f"{document['shape']}, {document['card']}; black: bytes over copy bandwidth", fontsize=10)
     axes.legend(fontsize=8, ncols=2)
