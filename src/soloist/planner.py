@@ -23,6 +23,7 @@ CONTEXT = 450 * MIB  # CUDA context, cuBLAS handles and loaded kernels of this p
 GRAPHS = 256 * MIB  # one captured graph per row bucket, sharing one pool
 MAX_ROWS = 64  # rows of all requests in one step: twice the largest row tile of the 4-bit products
 SPLIT = 256  # tokens per attention split (ops/triton/attention.py)
+DRAFT_ROWS = 64  # settled rows a drafter takes in at once (models/card_mtp.py)
 KVARN_WINDOW = 400  # 16-bit tokens a request keeps beside its packed tiles
 CONTEXTS = (128, 4096, 16384, 65536)
 BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "fp32": 4, "fp16": 2, "bf16": 2}
@@ -217,6 +218,28 @@ def prompt_row_bytes(config: ModelConfig, choices: Choices, taps: int = 0) -> in
     return max(mlp, delta) + (4 + 2 * taps) * hidden * act
 
 
+def draft_items(config: ModelConfig, drafter: DrafterConfig | None, choices: Choices) -> list[Item]:
+    """Buffers of drafting on a card (`models/card_mtp.py`, `models/card_dflash2.py`), and of what a step hands over."""
+    n, act = choices.max_seqs, BYTES[choices.dtype]
+    taps = len(drafter.tap_layers) if drafter is not None else 0
+    # Features of the kept rows, and a key per group of 64 logits.
+    kept = step_rows(choices) * ((1 + max(1, taps)) * config.hidden_size * act + config.vocab_size // 64 * 4)
+    if choices.spec == "mtp":
+        rows = max(DRAFT_ROWS, 2 * n)
+        queries, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        row = 7 * config.hidden_size + 4 * queries + 4 * kv + 3 * config.intermediate_size
+        levels = n * (2 * 16 * kv + 2 * config.hidden_size + 2 * config.vocab_size)
+        kept += (rows * row + levels) * act
+    if choices.spec == "dflash2" and drafter is not None:
+        d = drafter
+        splits = -(-d.window // SPLIT)
+        ring = d.num_layers * 2 * d.num_kv_heads * d.head_dim * d.window * act  # of the slot that takes padding
+        attended = n * d.block_size * splits * d.num_heads * (d.head_dim + 2) * 4
+        logits = n * (d.block_size - 1) * config.vocab_size * act
+        kept += ring + attended + logits + DRAFT_ROWS * taps * config.hidden_size * act
+    return [Item("drafting", kept, "buffers of drafts and of what a step hands over")]
+
+
 def split_bytes(config: ModelConfig, choices: Choices) -> tuple[int, float]:
     """Partial results of attention splits on a card: (fixed bytes, bytes per pool token)."""
     entry = config.num_heads * (config.head_dim + 2) * 4
@@ -247,6 +270,7 @@ def plan(
         *weight_items(config, parts, drafter_bytes, choices),
         *slot_items(config, drafter, choices),
         *step_items(config, choices, len(drafter.tap_layers) if drafter is not None else 0),
+        *draft_items(config, drafter, choices),
         *vision_items(config, choices),
         Item("driver", DRIVER, "not visible to programs"),
         Item("CUDA context", CONTEXT, "this process, kernels included"),
