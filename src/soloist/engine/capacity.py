@@ -193,7 +193,6 @@ def _pages_left(settings: Settings, checkpoint: Checkpoint, chosen: Choices, dev
     coming += slot_items(config, drafter, chosen)
     coming += step_items(config, chosen, len(drafter.tap_layers) if drafter is not None else 0)
     coming += draft_items(config, drafter, chosen)
-    coming += draft_items(config, drafter, chosen)
     need = sum(item.nbytes for item in coming) + GRAPHS + chosen.reserve
     pages = pool_pages(config, chosen, free - need)
     if pages * PAGE < settings.reserve_tokens + PAGE:
