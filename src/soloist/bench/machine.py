@@ -116,7 +116,13 @@ def commit() -> str | None:
 
 
 def _git(directory: Path, *args: str) -> str:
-    done = subprocess.run(["git", "-C", str(directory), *args], capture_output=True, text=True, timeout=10, check=True)
+    done = subprocess.run(
+        ["git", "--no-optional-locks", "-C", str(directory), *args],
+        capture_output=True,
+        text=True,
+        timeout=10,
+        check=True,
+    )
     return done.stdout.strip()
 
 
