@@ -289,6 +289,57 @@ def format_calls(heads: int, kv: int, dim: int, rope: int, name: str) -> dict[st
     }  # fmt: skip
 
 
+def draft_calls(
+    heads: int, kv: int, dim: int, ring_heads: int, ring_kv: int, ring_dim: int
+) -> dict[str, Callable[[], object]]:
+    """The Triton launches of drafting at one shape: levels of an MTP draft, and a DFlash2 block over its ring."""
+    from soloist.ops import top
+    from soloist.ops.triton import draft
+    from soloist.ops.triton.ring import RingPartials, ring_attention
+    from soloist.ops.triton.top import RowTop
+
+    cpu = torch.device("cpu")
+    t, r, pages, block, window = 16, 2, 8, 8, 2048
+
+    def half(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.bfloat16)
+
+    def index(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.int32)
+
+    table = {n: index(r) for n in ("starts", "counts")} | {n: index(t) for n in ("sees", "parts", "mask", "request")}
+    table["page_table"] = index(r, pages)
+    planes = half(pages * 64, kv, dim), half(pages * 64, kv, dim)
+    partials = torch.zeros(64, heads, dim), torch.zeros(64, heads), torch.zeros(64, heads)
+    level = {n: index(t) for n in ("tokens", "sources", "rotary", "mask")} | {"alive": torch.zeros(t)}
+    ids = torch.zeros(100, dtype=torch.int64)
+
+    def attend(beam: int) -> None:
+        rows = r * max(1, beam)
+        own = (half(16 // beam, rows, kv, dim),) * 2 if beam else None
+        qkv, out = half(rows, 2 * (heads + kv) * dim), half(rows, heads * dim)
+        draft.attend(half(rows, heads, dim), planes, own, beam, table, partials, qkv, out, 0.1)
+
+    def choose(paths: int, beam: int) -> None:
+        packed = index(r * paths, top.width(64))
+        draft.choose(packed, ids, index(r, 8), torch.zeros(r, 4), level, level, 0, index(r * beam, 2), beam, 64)
+
+    keys = half(r, ring_kv, window, ring_dim)
+    own = half(r, block, ring_kv, ring_dim)
+    q = half(r, block, ring_heads, ring_dim)
+    ring = RingPartials.allocate(r * block, window, ring_heads, ring_dim, cpu)
+    return {
+        "settled rows": lambda: attend(0),
+        "chain rows": lambda: attend(1),
+        "tree rows": lambda: attend(2),
+        "store": lambda: draft.store(half(t, kv, dim), half(t, kv, dim), planes, table),
+        "choose a chain": lambda: choose(1, 1),
+        "choose a tree": lambda: choose(2, 2),
+        "ring": lambda: ring_attention(q, own, own, keys, keys, index(r), index(r), index(r), ring, False),
+        "top 64": lambda: RowTop(t, 40960, 64, cpu, stats=False)(half(t, 40960), index(t, top.width(64))),
+    }
+
+
 def all_calls() -> dict[str, Callable[[], object]]:
     """The launches at 27B and demo shapes, states in fp16 and fp32."""
     shapes = {
@@ -297,6 +348,7 @@ def all_calls() -> dict[str, Callable[[], object]]:
         "demo": (256, 768, 4, 2, 64, 16, 2, 4, 32, torch.float32),
     }
     calls = {f"{op}, {at}": call for at, shape in shapes.items() for op, call in step_calls(*shape).items()}
+    calls |= {f"{op}, 27B": call for op, call in draft_calls(24, 4, 256, 32, 8, 128).items()}
     for name in ("fp8", "int8"):
         for at, shape in {"27B": (24, 4, 256, 64), "demo": (4, 2, 64, 16)}.items():
             calls |= {f"{op}, {at}, {name}": call for op, call in format_calls(*shape, name).items()}
