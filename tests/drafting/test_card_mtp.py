@@ -38,7 +38,8 @@ def on_card(room: MTPRoom, depth: int = 3) -> CardMTPDrafter:
     partials = Partials.allocate(400, c.num_heads, c.head_dim, torch.device("cpu"))
     for part in (partials.acc, partials.top, partials.total):
         part.fill_(float("nan"))
-    return CardMTPDrafter(CardMTP(room.module, room.drafter().kv, depth, SLOTS, PAGES, partials, "off"), depth)
+    kv = room.drafter().kv
+    return CardMTPDrafter(CardMTP(room.module, kv, depth, SLOTS, PAGES, partials, "off"), kv)
 
 
 def same(a, b) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
+from soloist.cache.kv import KVStore
 from soloist.drafting.drafter import Ask
 from soloist.drafting.mtp import MTPDrafter, _Path, _Request, _Step
 from soloist.models.card_mtp import SETTLED, CardMTP, Levels, Settled, Wanted
@@ -21,8 +22,8 @@ from soloist.sampling.rng import Stream, key_before_position
 class CardMTPDrafter(MTPDrafter):
     """`MTPDrafter` whose decode steps run on the graphs of `card`; prompts and pictures take the reference's road."""
 
-    def __init__(self, card: CardMTP, depth: int) -> None:
-        super().__init__(card.module, card.kv, depth, beam=2)
+    def __init__(self, card: CardMTP, kv: KVStore) -> None:
+        super().__init__(card.module, kv, card.depth, beam=2)
         self.card = card
         module = card.module
         shape = (card.slots, module.config.hidden_size)

@@ -172,7 +172,7 @@ def card_mtp(module: MTPModule, kv: KVStore, depth: int, model: Qwen35, slots: i
     assert isinstance(model, GraphedModel)
     card = CardMTP(module, kv, depth, slots, model.shapes.pages, model.partials, model.mode)
     card.capture()
-    return CardMTPDrafter(card, depth)
+    return CardMTPDrafter(card, kv)
 
 
 def _dflash2(

@@ -16,8 +16,8 @@ from typing import Literal
 import numpy as np
 import torch
 
-from soloist.cache.kv import KVStore
 from soloist.models.mtp import MTPModule
+from soloist.models.state import KV
 from soloist.ops.card_products import CardLinear
 from soloist.ops.top import width
 from soloist.ops.triton import draft, rows
@@ -106,9 +106,9 @@ class CardMTP:
     """`module` over the pages of `kv` for `slots` slots, up to `depth` levels; `partials` may be the target's."""
 
     def __init__(
-        self, module: MTPModule, kv: KVStore, depth: int, slots: int, pages: int, partials: Partials, mode: Mode = "on"
+        self, module: MTPModule, kv: KV, depth: int, slots: int, pages: int, partials: Partials, mode: Mode = "on"
     ) -> None:
-        self.module, self.kv, self.depth, self.slots, self.mode = module, kv, depth, slots, mode
+        self.module, self.depth, self.slots, self.mode = module, depth, slots, mode
         c, device = module.config, module.device
         self._planes = kv.planes["k.data"][0], kv.planes["v.data"][0]
         self._partials = partials.acc, partials.top, partials.total
