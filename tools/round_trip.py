@@ -156,7 +156,7 @@ def main() -> None:
         work = args.work or Path(folder)
         fast, block = make(args.model, args.drafter, (args.capture, args.capture_drafter), work)
         opened = open_checkpoint(fast)
-        report["parts"] = {row.part: f"{row.form} {row.bits}" for row in opened.summary() if row.part != "norms"}
+        report["parts"] = {row.part: f"int{row.bits}" for row in opened.summary() if row.form == "pack-quantized"}
         template, tokenizer = ChatTemplate.load(fast), Tokenizer.load(fast)
         asked = {"add_generation_prompt": True, "tools": None, "enable_thinking": False}
         texts = [prompt.text for prompt in chat_prompts()]
