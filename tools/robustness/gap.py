@@ -37,7 +37,7 @@ def run(count: int) -> dict[str, Any]:
 
         listener = threading.Thread(target=listen)
         listener.start()
-        while len(times) < 50:
+        while len(times) < 120:
             time.sleep(0.05)
         spans: list[tuple[float, float]] = []
         for i in range(count):
@@ -50,7 +50,9 @@ def run(count: int) -> dict[str, Any]:
         listener.join()
     gaps = [(b - a, b) for a, b in pairwise(times)]
     beside = sorted(1000 * gap for gap, at in gaps if any(began <= at <= ended for began, ended in spans))
-    alone = sorted(1000 * gap for gap, at in gaps if at < spans[0][0])
+    # The first events belong to a server that is still warming up.
+    alone = sorted(1000 * gap for gap, at in gaps[20:] if at < spans[0][0])
+    bound = SLICE_MS + alone[(len(alone) - 1) * 99 // 100]  # one slice and one slow step
     return {
         "knobs": KNOBS,
         "prompts": count,
@@ -58,8 +60,8 @@ def run(count: int) -> dict[str, Any]:
         "seconds_per_prompt": [round(ended - began, 2) for began, ended in spans],
         "alone_ms": quantiles(alone),
         "beside_prefill_ms": quantiles(beside),
-        "bound_ms": round(SLICE_MS + alone[-1], 1),
-        "over_the_bound": sum(gap > SLICE_MS + alone[-1] for gap in beside),
+        "bound_ms": round(bound, 1),
+        "over_the_bound": sum(gap > bound for gap in beside),
     }
 
 
