@@ -141,6 +141,7 @@ def _odd_json(rng: random.Random, raw: bytes) -> bytes:
             f'"{field}": ' + '{"a":' * 100 + "1" + "}" * 100,
             f'"{field}": "\\ud800"',
             f'"\\udfff": "{field}"',
+            '"": 1',
             f'"{field}": "{"x" * 100_000}"',
             "".join(f'"k{i}": {i}, ' for i in range(500)) + '"end": 0',
         ]

@@ -123,9 +123,9 @@ def test_the_openapi_document_is_whole(say):
 
 
 def test_unknown_fields_are_listed_and_inert_ones_are_not(say):
-    body = {**CHAT, "zzz": 1, "hello\nworld": 2, "metadata": {}, "best_of": 1, "žluť": 3}
+    body = {**CHAT, "zzz": 1, "hello\nworld": 2, "metadata": {}, "best_of": 1, "žluť": 3, "": 4}
     reply = httpx.post(say("x").url + "/v1/chat/completions", json=body)
-    assert reply.headers["x-soloist-ignored"] == "zzz, hello?world, ?lu?"
+    assert reply.headers["x-soloist-ignored"] == "zzz, hello?world, ?lu?, ?"
 
 
 def test_tokenize_and_back(say, tokenizer):

@@ -107,7 +107,7 @@ class IgnoredFields:
 
     def headers(self, names: list[str]) -> dict[str, str]:
         """`{"x-soloist-ignored": "a, b"}`, or nothing when every field was known."""
-        safe = [_HEADER_SAFE.sub("?", name)[:64] for name in names[:32]]
+        safe = [_HEADER_SAFE.sub("?", name)[:64] or "?" for name in names[:32]]
         for name in safe:
             if name not in self._logged and len(self._logged) < 1000:
                 self._logged.add(name)
