@@ -10,16 +10,15 @@ every open request told, and `alive` says so from then on.
 from __future__ import annotations
 
 import logging
-import os
 import queue
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 
 import torch
 
+from soloist.engine.intake import Intake
 from soloist.engine.memory import Memory
 from soloist.engine.request import Event, FinishReason, Phase, Request
 from soloist.engine.reuse import Reuse
@@ -28,12 +27,9 @@ from soloist.engine.scheduler import DecodeStep, PrefillSlice, Scheduler
 from soloist.engine.settle import Settler
 from soloist.engine.speculation import Speculation
 from soloist.engine.status import EngineStatus
-from soloist.errors import ContextLengthError, EngineDeadError, EngineError, OverloadedError, RequestError, SoloistError
-from soloist.models.pictures import Sight
+from soloist.errors import EngineDeadError, EngineError, OverloadedError, SoloistError
 from soloist.models.qwen3_5 import Qwen35
 from soloist.models.vision import VisionTower
-from soloist.sampling.history import History
-from soloist.sampling.verify import Mode
 
 log = logging.getLogger("soloist.engine")
 
@@ -68,7 +64,8 @@ class Engine:
         self.vocab_size = model.config.vocab_size
         self.eos_ids = model.config.eos_ids
         self.model, self.memory, self.speculation, self.tower = model, memory, speculation, tower
-        self._max_queue, self._sampler = max_queue, sampler
+        self._max_queue = max_queue
+        self._intake = Intake(max_len, self.vocab_size, sampler, memory, tower)
         self._knobs, self._degraded = dict(knobs), degraded
         self.reuse = reuse
         self.scheduler = Scheduler(self._guarded(reuse.admit), self._guarded(reuse.resume), prefill_slice_ms)
@@ -98,7 +95,7 @@ class Engine:
 
     def submit(self, request: Request) -> None:
         """Queue a request; raises ContextLengthError, RequestError, OverloadedError or EngineDeadError."""
-        self._check(request)
+        self._intake.check(request)
         with self._wake:
             if not self._alive or self._stopping:
                 raise EngineDeadError("The engine has stopped; restart the server.")
@@ -176,47 +173,6 @@ class Engine:
             return False
         self._thread.join()
         return True
-
-    def _check(self, request: Request) -> None:
-        """Refuse what can never run, with the numbers; settle what the request left open."""
-        tokens = len(request.prompt)
-        if not tokens:
-            raise RequestError("The prompt has no tokens.", param="prompt")
-        if tokens >= self.max_len:
-            raise ContextLengthError(tokens, self.max_len)
-        if not self.memory.fits_ever(tokens + 1):
-            raise ContextLengthError(tokens, self.memory.pages.total * 64 - 1)
-        if min(request.prompt) < 0 or max(request.prompt) >= self.vocab_size:
-            raise RequestError(f"Token ids must be below {self.vocab_size}.", param="prompt")
-        self._check_pictures(request)
-        request.params.validate(self.vocab_size)
-        if request.params.max_tokens > self.max_len - tokens:
-            limit = self.max_len - tokens
-            floor = min(request.params.min_tokens, limit)
-            request.params = replace(request.params, max_tokens=limit, min_tokens=floor)
-        seed = request.params.seed
-        request.seed = int.from_bytes(os.urandom(8), "little") if seed is None else seed % 2**64
-        request.mode = self._mode(request)
-        request.history = History(request.params, request.prompt, self.vocab_size, request.grammar)
-
-    def _check_pictures(self, request: Request) -> None:
-        if not request.pictures:
-            return
-        if self.tower is None:
-            raise RequestError("The prompt has a picture, and vision is off.", "Start with VISION=1.", param="messages")
-        at = 0
-        for picture in request.pictures:
-            if picture.start < at or picture.end > len(request.prompt):
-                raise RequestError("A picture's rows do not lie in the prompt, one after the other.", param="messages")
-            at = picture.end
-        request.sight = Sight(request.pictures, self.tower.encode)
-
-    def _mode(self, request: Request) -> Mode:
-        if request.params.greedy:
-            return "greedy"
-        if self._sampler == "auto":
-            return "coupled" if request.params.seed is not None else "rejection"
-        return "rejection" if self._sampler == "rejection" else "coupled"
 
     # -- the loop: the engine thread -------------------------------------------------------------------------------
 
