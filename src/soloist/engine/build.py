@@ -24,7 +24,7 @@ from soloist.engine.engine import Engine
 from soloist.engine.kept import Kept
 from soloist.engine.memory import Memory
 from soloist.engine.scheduler import IDLE_SLICE_TOKENS
-from soloist.engine.selfcheck import MEANING, ROWS, cached_check, check_contracts, check_products
+from soloist.engine.selfcheck import MEANING, ROWS, cached_check, check_contracts, check_products, user_cache
 from soloist.engine.vision import build_tower
 from soloist.errors import CheckpointError, SettingError
 from soloist.models.card_loader import CardLoader
@@ -32,6 +32,7 @@ from soloist.models.layers import Loader
 from soloist.models.qwen3_5 import Qwen35
 from soloist.models.state import Caches
 from soloist.models.step import prefill_step
+from soloist.ops.cuda.nvrtc import keep_cubins
 from soloist.ops.numerics import digest, fingerprint
 from soloist.ops.products import candidates
 from soloist.planner import MAX_ROWS, Choices
@@ -79,6 +80,8 @@ def _build(settings: Settings, progress: Progress | None, keep_sessions: bool, k
     checkpoint = open_checkpoint(model_directory(settings.model))
     device = _device(settings)
     dtype = _dtype(settings, device)
+    if device.type == "cuda":
+        keep_cubins(user_cache() / "kernels")
     torch.set_num_threads(settings.threads or os.cpu_count() or 1)
     torch.set_grad_enabled(False)
     chosen = choices(settings, checkpoint, str(dtype).removeprefix("torch."), device)

@@ -120,9 +120,14 @@ def _grid_by_grid_equals_whole(model: Qwen35, fresh: Callable[[int, int], Caches
     return torch.equal(whole, torch.cat(parts))
 
 
+def user_cache() -> Path:
+    """What is kept between starts and may be deleted at any time: outcomes of checks, compiled kernels."""
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "soloist"
+
+
 def cached_check(key: str, run: Callable[[], list[str]], directory: Path | None = None) -> list[str]:
     """`run()` once per key; the outcome is kept in the user's cache directory. An unwritable one is no error."""
-    base = directory or Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "soloist"
+    base = directory or user_cache()
     path = base / f"contracts-{key}.json"
     try:
         known = json.loads(path.read_text(encoding="utf-8"))

@@ -21,6 +21,8 @@ import torch
 
 # Shared memory a block may have, bytes, by compute capability.
 SHARED_LIMIT = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 120: 101376}
+# The KV formats that need decoding, by the type of their codes (`cache/codecs.py`).
+FORMATS = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 
 
 @dataclass(frozen=True)
@@ -247,18 +249,21 @@ def step_calls(
 
 
 def format_calls(heads: int, kv: int, dim: int, rope: int, name: str) -> dict[str, Callable[[], object]]:
-    """The launches that know a KV format, at one shape; `name` as in `cache/codecs.py`."""
-    from soloist.cache.codecs import token_codec
-    from soloist.cache.kv import KVStore
+    """The launches that know a KV format, at one shape; `name` as in `FORMATS`."""
+    from soloist.ops.stored_rows import StoredRows
     from soloist.ops.triton import attention, prefill, rows
     from soloist.ops.triton.kv import write
 
     t, r, pages = 16, 2, 8
-    codec = token_codec(name)
-    store = KVStore(
-        layers=1, kv_heads=kv, head_dim=dim, pages=r * pages, codec_k=codec, codec_v=codec, dtype=torch.bfloat16
-    )
-    mine = store.row_planes(t)
+    kind = FORMATS[name]
+
+    def stored(*shape: int) -> tuple[StoredRows, StoredRows]:
+        """Keys and values of `shape` rows; int8 rows carry a scale per head."""
+        scale = torch.zeros(*shape, kv) if kind == torch.int8 else None
+        part = StoredRows(torch.zeros(*shape, kv, dim, dtype=kind), scale)
+        return part, part
+
+    settled, mine = stored(r * pages * 64), stored(t)
 
     def half(*shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=torch.bfloat16)
@@ -274,17 +279,17 @@ def format_calls(heads: int, kv: int, dim: int, rope: int, name: str) -> dict[st
     return {
         "qk_prepare": lambda: rows.qk_prepare(
             qkv, torch.zeros(heads + kv, dim), table["positions"], torch.zeros(rope // 2), 1e-6, q,
-            *store.stored(0, mine),
+            *mine,
         ),
         "verify_attention": lambda: attention.verify_attention(
-            q, *store.stored(0, mine), *store.stored(0), table, partials, qkv, half(t, heads * dim), 0.1
+            q, *mine, *settled, table, partials, qkv, half(t, heads * dim), 0.1
         ),
         "settle_kv": lambda: attention.settle_kv(
-            store.stored(None, mine), store.stored(None), index(r, 32), index(r), index(r), index(r, pages)
+            stored(1, t), stored(1, r * pages * 64), index(r, 32), index(r), index(r), index(r, pages)
         ),
-        "write": lambda: write(half(t, kv, dim), index(t, dtype=torch.int64), store.stored(0)[0]),
+        "write": lambda: write(half(t, kv, dim), index(t, dtype=torch.int64), settled[0]),
         "prefill_attention": lambda: prefill.prefill_attention(
-            half(128, heads, dim), *store.stored(0), 0, 64, 0.1, index(128, dtype=torch.int64)
+            half(128, heads, dim), *settled, 0, 64, 0.1, index(128, dtype=torch.int64)
         ),
     }  # fmt: skip
 
@@ -349,7 +354,7 @@ def all_calls() -> dict[str, Callable[[], object]]:
     }
     calls = {f"{op}, {at}": call for at, shape in shapes.items() for op, call in step_calls(*shape).items()}
     calls |= {f"{op}, 27B": call for op, call in draft_calls(24, 4, 256, 32, 8, 128).items()}
-    for name in ("fp8", "int8"):
+    for name in FORMATS:
         for at, shape in {"27B": (24, 4, 256, 64), "demo": (4, 2, 64, 16)}.items():
             calls |= {f"{op}, {at}, {name}": call for op, call in format_calls(*shape, name).items()}
     return calls

@@ -1,8 +1,8 @@
 """CUDA C++ kernels compiled at run time by NVRTC: no nvcc, no headers, no build step on the user's machine.
 
 NVRTC and the driver are reached through `cuda-bindings`, which torch's CUDA wheels bring along. A kernel's
-source sits beside this file; its variants are `-D` macros. Cubins are kept on disk, keyed by everything
-that went into them.
+source sits beside this file; its variants are `-D` macros. Cubins are kept on disk where `keep_cubins` said, keyed by
+everything that went into them.
 
 What can go wrong: no driver, no NVRTC library, or a compile error. All are `KernelUnavailable` with the reason.
 """
@@ -73,13 +73,19 @@ def compile_cubin(code: str, arch: int, macros: Mapping[str, int], verbose: bool
         nvrtc.nvrtcDestroyProgram(program)
 
 
-def cache_directory() -> Path:
-    """Where cubins are kept between starts."""
-    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "soloist" / "kernels"
+_kept: Path | None = None
 
 
-def _cached_cubin(code: str, arch: int, macros: Mapping[str, int], directory: Path) -> bytes:
+def keep_cubins(directory: Path) -> None:
+    """Keep compiled kernels in `directory` between starts; until this is called nothing is kept."""
+    global _kept
+    _kept = directory
+
+
+def _cached_cubin(code: str, arch: int, macros: Mapping[str, int], directory: Path | None) -> bytes:
     """The cubin, compiled unless it is there; a directory that cannot be written costs the keeping and nothing else."""
+    if directory is None:
+        return compile_cubin(code, arch, macros)[0]
     _, major, minor = _nvrtc().nvrtcVersion()
     key = hashlib.sha256(repr((code, arch, sorted(macros.items()), major, minor)).encode()).hexdigest()[:32]
     path = directory / f"{key}.cubin"
@@ -142,14 +148,14 @@ def load(
     dependent: bool = False,
     directory: Path | None = None,
 ) -> Kernel:
-    """Compile (or read from `directory`, by default the user's cache) and load `entry` of `name`.cu into the context.
+    """Compile `entry` of `name`.cu, or read it from `directory` (default: that of `keep_cubins`), and load it.
 
     types      one letter per argument: p pointer, i int32, l uint64, f float32
     dependent  launch with programmatic stream serialization (sm_90 and newer)
     """
     from cuda.bindings import driver
 
-    cubin = _cached_cubin(source(name), arch, dict(macros), directory or cache_directory())
+    cubin = _cached_cubin(source(name), arch, dict(macros), directory or _kept)
     error, library = driver.cuModuleLoadData(cubin)
     if error != driver.CUresult.CUDA_SUCCESS:
         raise KernelUnavailable(f"the driver refused the kernel: {error}")
