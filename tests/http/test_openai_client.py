@@ -355,7 +355,7 @@ def test_context_overflow(client):
         ({"extra_body": {"suffix": "x"}}, "suffix"),
         ({"extra_body": {"use_beam_search": True}}, "use_beam_search"),
         ({"logit_bias": {"99999999": 1}}, "logit_bias"),
-        ({"extra_body": {"max_tokens": "many"}}, "max_tokens"),
+        ({"extra_body": {"max_tokens": "many"}}, "body.max_tokens"),
         ({"extra_body": {"allowed_token_ids": []}}, "allowed_token_ids"),
         ({"max_tokens": 0}, "max_tokens"),
     ],

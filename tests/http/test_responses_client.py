@@ -184,9 +184,9 @@ def test_logprobs(say):
         ({"input": [{"type": "function_call", "call_id": "1"}]}, "input.0"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"reasoning": {"effort": "huge"}}, "reasoning_effort"),
-        ({"text": {"format": {"type": "yaml"}}}, "response_format"),
-        ({"extra_body": {"max_output_tokens": 0}}, "max_output_tokens"),
-        ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "messages.0.content.0"),
+        ({"text": {"format": {"type": "yaml"}}}, "text.format"),
+        ({"extra_body": {"max_output_tokens": 0}}, "body.max_output_tokens"),
+        ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input.0.content.0"),
     ],
     ids=str,
 )

@@ -27,9 +27,9 @@ def parse_json(raw: bytes) -> dict[str, Any]:
     try:
         data = json.loads(raw, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
-        raise RequestError(f"The body is not valid JSON: {error}", param="body") from None
+        raise RequestError(f"The body is not valid JSON: {error}", kind="Bad Request", param="body") from None
     if not isinstance(data, dict):
-        raise RequestError("The body must be a JSON object.", param="body")
+        raise RequestError("The body must be a JSON object.", kind="Bad Request", param="body")
     _check_depth(data)
     return _mend(data) if _SURROGATE_ESCAPE.search(raw) else data
 
@@ -45,7 +45,7 @@ def _check_depth(data: Any) -> None:
         ]
         if not level:
             return
-    raise RequestError(f"The body is nested deeper than {MAX_DEPTH} levels.", param="body")
+    raise RequestError(f"The body is nested deeper than {MAX_DEPTH} levels.", kind="Bad Request", param="body")
 
 
 def _mend(value: Any) -> Any:

@@ -93,7 +93,7 @@ def _routing(error: HTTPException) -> Failure:
 
 def _validation(error: ValidationError) -> Failure:
     first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-    path = ".".join(str(part) for part in first["loc"]) or "body"
+    path = ".".join(["body", *(str(part) for part in first["loc"])])
     more = error.error_count() - 1
     message = f"{path}: {first['msg']}" + (f" (and {more} more)" if more else "")
-    return Failure(400, "BadRequestError", message, path)
+    return Failure(400, "Bad Request", message, path)
