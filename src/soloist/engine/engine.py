@@ -27,6 +27,7 @@ from soloist.engine.scheduler import DecodeStep, PrefillSlice, Scheduler
 from soloist.engine.settle import Settler
 from soloist.engine.speculation import Speculation
 from soloist.engine.status import EngineStatus
+from soloist.engine.tidy import Tidier
 from soloist.errors import EngineDeadError, EngineError, OverloadedError, SoloistError
 from soloist.models.qwen3_5 import Qwen35
 from soloist.models.vision import VisionTower
@@ -84,6 +85,7 @@ class Engine:
         self._retired = False
         self._alive = True
         self._busy_since = 0.0
+        self._tidier = Tidier()
         self._thread = threading.Thread(target=self._run, name="soloist-engine", daemon=True)
         self._thread.start()
 
@@ -192,7 +194,7 @@ class Engine:
         with self._wake:
             while not (self._stopping or self._retire is not None or self._asked()):
                 self._busy_since = 0.0
-                if self._settling():
+                if self._settling() or self._tidier.due:
                     break
                 self._wake.wait()
             if self._retire is not None:
@@ -206,6 +208,10 @@ class Engine:
             arrived, self._inbox = self._inbox, []
             cancelled, self._cancels = self._cancels, []
             tasks, self._tasks = self._tasks, []
+        if arrived:
+            self._tidier.used()
+        elif self._tidier.due and not self._has_work():
+            self._tidier.tidy()
         for request in arrived:
             self.scheduler.add(request)
         for request in cancelled:

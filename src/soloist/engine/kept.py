@@ -7,10 +7,7 @@ are made anew, so nothing may remember an address across a sleep.
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import logging
-import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -158,17 +155,6 @@ def park_weights(loaded: Loaded) -> ParkedWeights | None:
 
 def _on_card(loaded: Loaded) -> list[torch.Tensor]:
     return [t for t in tensors_of(*loaded) if t.device.type == "cuda"]
-
-
-def release_memory() -> None:
-    """Hand freed memory back to the card and to the system, which allocators do not do by themselves."""
-    gc.collect()
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
-    if sys.platform == "linux":
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-        if trim is not None:
-            trim(0)
 
 
 @dataclass

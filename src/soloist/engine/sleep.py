@@ -21,9 +21,10 @@ from dataclasses import replace
 from typing import Literal
 
 from soloist.engine.engine import Engine
-from soloist.engine.kept import Kept, park_weights, release_memory
+from soloist.engine.kept import Kept, park_weights
 from soloist.engine.request import Event, Request
 from soloist.engine.status import EngineStatus, Wakefulness
+from soloist.engine.tidy import release_memory
 from soloist.errors import ContextLengthError, EngineDeadError, OverloadedError, SoloistError
 
 log = logging.getLogger("soloist.engine")
