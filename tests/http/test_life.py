@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 
 import anthropic
@@ -45,6 +46,20 @@ def test_a_waiting_client_that_leaves_is_dropped(say):
     second.close()
     assert wait_for(lambda: live.engine.status().waiting == 0, 1.0)
     first.close()
+
+
+@pytest.mark.parametrize("rest", [b"{", b""], ids=["in the body", "before the body"])
+def test_a_client_that_leaves_while_it_sends_is_no_fault(say, caplog, rest):
+    """Half a body and gone: nothing to answer, nothing for the log to shout about."""
+    live = say("x")
+    host, port = live.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as sock:
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Length: 500\r\n\r\n"
+        sock.sendall(head.encode() + rest)
+        time.sleep(0.2)
+    assert httpx.post(live.url + "/v1/completions", json={"prompt": "x", "max_tokens": 1}).status_code == 200
+    time.sleep(0.2)
+    assert not [record for record in caplog.records if record.levelname in ("ERROR", "CRITICAL")]
 
 
 def test_many_abrupt_disconnects_leak_nothing(say):

@@ -7,6 +7,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from soloist.errors import SoloistError
@@ -66,7 +67,8 @@ def build_app(service: Service) -> FastAPI:
     for kind in (SoloistError, ValidationError, HTTPException):
         app.add_exception_handler(kind, _answer)
     app.add_exception_handler(Exception, _answer)
-    app.add_exception_handler(ClientGone, _gone)
+    for kind in (ClientGone, ClientDisconnect):  # before the reply was complete; before the body was
+        app.add_exception_handler(kind, _gone)
     install(app, ops.package_version(), _BODIES)
     return app
 
