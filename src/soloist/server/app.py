@@ -67,8 +67,8 @@ def build_app(service: Service) -> FastAPI:
     for kind in (SoloistError, ValidationError, HTTPException):
         app.add_exception_handler(kind, _answer)
     app.add_exception_handler(Exception, _answer)
-    for kind in (ClientGone, ClientDisconnect):  # before the reply was complete; before the body was
-        app.add_exception_handler(kind, _gone)
+    app.add_exception_handler(ClientGone, _gone)  # before the reply was complete
+    app.add_exception_handler(ClientDisconnect, _gone)  # before the body was
     install(app, ops.package_version(), _BODIES)
     return app
 
