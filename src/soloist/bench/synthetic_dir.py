@@ -8,6 +8,7 @@ and norms are drawn for their place. Nothing it says means anything.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -110,9 +111,17 @@ def _plain(name: str, shape: tuple[int, ...], centred: bool) -> torch.Tensor:
     return noise.to(torch.bfloat16)
 
 
-def _stored(layout: Layout, centred: bool) -> Iterator[tuple[OutTensor, torch.Tensor | None]]:
-    """Every tensor in order; None where any bytes will do."""
+def _stored(layout: Layout, centred: bool, hollow: bool) -> Iterator[tuple[OutTensor, torch.Tensor | None]]:
+    """Every tensor in order; None where any bytes will do: `hollow`, for all but shapes."""
     for module, (n, k) in layout.linears.items():
+        if hollow and not k % GROUP and module.rsplit(".", 1)[-1] not in DENSE:
+            yield OutTensor(f"{module}.weight_packed", torch.int32, (n, k // 8)), None
+            yield OutTensor(f"{module}.weight_scale", torch.float16, (n, k // GROUP)), None
+            yield OutTensor(f"{module}.weight_shape", torch.int64, (2,)), torch.tensor([n, k])
+            continue
+        if hollow:
+            yield OutTensor(f"{module}.weight", torch.bfloat16, (n, k)), None
+            continue
         if module.rsplit(".", 1)[-1] in DENSE or k % GROUP:
             yield OutTensor(f"{module}.weight", torch.bfloat16, (n, k)), (torch.randn(n, k) * k**-0.5).bfloat16()
             continue
@@ -122,11 +131,14 @@ def _stored(layout: Layout, centred: bool) -> Iterator[tuple[OutTensor, torch.Te
         yield OutTensor(f"{module}.weight_scale", torch.float16, (n, k // GROUP)), scales
         yield OutTensor(f"{module}.weight_shape", torch.int64, (2,)), torch.tensor([n, k])
     for name, shape in layout.tensors.items():
+        if hollow:
+            yield OutTensor(name, torch.bfloat16, shape), None
+            continue
         values = torch.randn(shape).bfloat16() if name.endswith("codebook") else _plain(name, shape, centred)
         yield OutTensor(name, torch.bfloat16, shape), values
 
 
-def _write(out: Path, layout: Layout, centred: bool, prefix: str = "") -> None:
+def _write(out: Path, layout: Layout, centred: bool, prefix: str = "", hollow: bool = False) -> None:
     noise = torch.randint(0, 256, (NOISE,), dtype=torch.uint8).numpy().data
     listed: dict[str, tuple[str, int]] = {}
     batch: list[tuple[OutTensor, torch.Tensor | None]] = []
@@ -145,11 +157,15 @@ def _write(out: Path, layout: Layout, centred: bool, prefix: str = "") -> None:
                 if values is not None:
                     handle.write(tensor_bytes(values))
                     continue
+                if hollow:
+                    handle.seek(tensor.nbytes, os.SEEK_CUR)
+                    continue
                 for at in range(0, tensor.nbytes, NOISE):
                     handle.write(noise[: min(NOISE, tensor.nbytes - at)])
+            handle.truncate(handle.tell())
         batch.clear()
 
-    for tensor, values in _stored(layout, centred):
+    for tensor, values in _stored(layout, centred, hollow):
         stored = tensor.name if tensor.name.startswith(("lm_head", "mtp.")) else prefix + tensor.name
         batch.append((OutTensor(stored, tensor.dtype, tensor.shape), values))
         if sum(t.nbytes for t, _ in batch) > FILE_BYTES:
@@ -171,21 +187,26 @@ def _config(out: Path, text: Mapping[str, Any]) -> None:
     write_text_atomic(out / "config.json", json.dumps({**text, "quantization_config": quantization}, indent=1))
 
 
-def write_synthetic(out: Path, config: ModelConfig, drafter: Mapping[str, Any] | None = None) -> None:
-    """Write a target with its MTP module, a draft head and a DFlash2 drafter (`drafter_json` by default)."""
+def write_synthetic(
+    out: Path, config: ModelConfig, drafter: Mapping[str, Any] | None = None, hollow: bool = False
+) -> None:
+    """Write a target with its MTP module, a draft head and a DFlash2 drafter (`drafter_json` by default).
+
+    `hollow`: files of the right size with headers and holes, for what reads headers only. A 27B takes a megabyte.
+    """
     torch.manual_seed(0)
     _config(out, target_json(config))
     layout = merged((target_layout(read_model_config(out)), mtp_layout(config)))
     rows = min(DRAFT_ROWS, config.vocab_size // 2)
     layout.linears["mtp.draft_lm_head"] = (rows, config.hidden_size)
-    _write(out, layout, centred=True, prefix="model.")
+    _write(out, layout, True, "model.", hollow)
     write_text_atomic(out / "draft_vocab_ids.json", json.dumps(list(range(rows))))
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(demo.path() / name, out / name)
     inside = out / "dflash2"
     _config(inside, drafter or drafter_json(config))
     found: DrafterConfig = read_drafter_config(inside)
-    _write(inside, drafter_layout(found), centred=False)
+    _write(inside, drafter_layout(found), False, hollow=hollow)
 
 
 def synthetic_directory(out: Path, shape: str, layers: int) -> Path:

@@ -24,7 +24,8 @@ from soloist.engine.engine import Engine
 from soloist.engine.kept import Kept
 from soloist.engine.memory import Memory
 from soloist.engine.scheduler import IDLE_SLICE_TOKENS
-from soloist.engine.selfcheck import MEANING, ROWS, cached_check, check_contracts, check_products, user_cache
+from soloist.engine.selfcheck import MEANING, ROWS, cached_check, check_contracts, check_products
+from soloist.engine.speculation import Speculation
 from soloist.engine.vision import build_tower
 from soloist.errors import CheckpointError, SettingError
 from soloist.models.card_loader import CardLoader
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from soloist.models.card import CardShapes
 
 Progress = Callable[[str, int, int], None]
+Check = Callable[[str, Callable[[], list[str]]], list[str]]
 log = logging.getLogger("soloist.engine")
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -79,9 +81,11 @@ def build_engine(
 def _build(settings: Settings, progress: Progress | None, keep_sessions: bool, kept: Kept) -> Engine:
     checkpoint = open_checkpoint(model_directory(settings.model))
     device = _device(settings)
-    dtype = _dtype(settings, device)
+    dtype = compute_dtype(settings, device)
     if device.type == "cuda":
-        keep_cubins(user_cache() / "kernels")
+        from soloist.engine.compile_ahead import compile_ahead, cubins
+
+        keep_cubins(cubins())
     torch.set_num_threads(settings.threads or os.cpu_count() or 1)
     torch.set_grad_enabled(False)
     chosen = choices(settings, checkpoint, str(dtype).removeprefix("torch."), device)
@@ -89,23 +93,13 @@ def _build(settings: Settings, progress: Progress | None, keep_sessions: bool, k
         model, tower, degraded = kept.weights.restore()
     else:
         check_sizes(settings, checkpoint, chosen, device)
-        load = _on_card if device.type == "cuda" else _on_cpu
+        ahead = compile_ahead(settings, checkpoint, device) if device.type == "cuda" else None
         tower = build_tower(settings, checkpoint, device, dtype)
-        model, degraded = load(settings, checkpoint, device, dtype, progress)
-    pages, max_len = size_pool(settings, checkpoint, chosen, device)
-    memory = _memory(settings, checkpoint, device, dtype, chosen, pages, max_len)
-    if device.type == "cuda":
-        from soloist.engine.graphs import GraphedModel
-
-        assert isinstance(model, GraphedModel)
-        shapes = card_shapes(settings.max_seqs, settings.verify_rows, pages_for(max_len), pages)
-        model.prepare(shapes, memory.kv, memory.state, tap_layers(settings, checkpoint))
-        if progress:
-            progress("graphs", 0, 1)
-        model.capture()
-    speculation = build_speculation(settings, checkpoint, model, memory)
-    if device.type == "cuda":
-        warm_prompt(model, memory, speculation.taps)
+        if ahead is not None:
+            model, degraded = load_on_card(settings, checkpoint, device, dtype, progress, ahead.wait)
+        else:
+            model, degraded = _on_cpu(settings, checkpoint, device, dtype, progress)
+    memory, speculation, max_len = equip(settings, checkpoint, model, dtype, chosen, progress)
     prints = digest(fingerprint(device, dtype, DTYPES[settings.state_dtype], model.product))
     return Engine(
         model,
@@ -123,6 +117,33 @@ def _build(settings: Settings, progress: Progress | None, keep_sessions: bool, k
         degraded=degraded,
         tower=tower,
     )
+
+
+def equip(
+    settings: Settings,
+    checkpoint: Checkpoint,
+    model: Qwen35,
+    dtype: torch.dtype,
+    chosen: Choices,
+    progress: Progress | None = None,
+) -> tuple[Memory, Speculation, int]:
+    """Everything around a loaded model: pool and slots, a card's graphs, drafters. Also the longest context."""
+    device = model.device
+    pages, max_len = size_pool(settings, checkpoint, chosen, device)
+    memory = _memory(settings, checkpoint, device, dtype, chosen, pages, max_len)
+    if device.type == "cuda":
+        from soloist.engine.graphs import GraphedModel
+
+        assert isinstance(model, GraphedModel)
+        shapes = card_shapes(settings.max_seqs, settings.verify_rows, pages_for(max_len), pages)
+        model.prepare(shapes, memory.kv, memory.state, tap_layers(settings, checkpoint))
+        if progress:
+            progress("graphs", 0, 1)
+        model.capture()
+    speculation = build_speculation(settings, checkpoint, model, memory)
+    if device.type == "cuda":
+        warm_prompt(model, memory, speculation.taps)
+    return memory, speculation, max_len
 
 
 @torch.inference_mode()
@@ -153,16 +174,25 @@ def card_shapes(max_seqs: int, verify_rows: int, context_pages: int, pool_pages:
     return CardShapes(
         rows=rows,
         requests=max_seqs + 1,
-        pages=context_pages + 1,
+        # Whole sixteens: Triton compiles a variant of its own for a stride that is one, and how many pages fit is known
+        # only when the weights are loaded.
+        pages=-(-(context_pages + 1) // 16) * 16,
         branches=rows // 2,
         splits=verify_rows * splits + rows,
     )
 
 
-def _on_card(
-    settings: Settings, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, progress: Progress | None
+def load_on_card(
+    settings: Settings,
+    checkpoint: Checkpoint,
+    device: torch.device,
+    dtype: torch.dtype,
+    progress: Progress | None = None,
+    ready: Callable[[], None] = lambda: None,
+    check: Check = cached_check,
 ) -> tuple[Qwen35, tuple[str, ...]]:
-    """Load onto the card; the contracts are checked on the eager sequence, which the graphs repeat."""
+    """Load onto the card; the contracts are checked on the eager sequence, which the graphs repeat. `ready` is called
+    between the last weight and the first launch. Also says which contracts are off."""
     from soloist.engine.graphs import GraphedModel
 
     if dtype is torch.float32:
@@ -172,6 +202,7 @@ def _on_card(
     follow = partial(progress, "layers") if progress is not None else None
     model = GraphedModel(CardLoader(checkpoint, device, dtype), checkpoint.config, follow)
     model.mode = settings.graphs
+    ready()
     prints = fingerprint(device, dtype, state_dtype, model.product) | {"model": checkpoint.fingerprint()}
 
     def fresh(slots: int, pages: int) -> Caches:
@@ -179,7 +210,7 @@ def _on_card(
         model.prepare(card_shapes(slots, ROWS, pages, pages), caches.kv, caches.state, ())
         return caches
 
-    broken = cached_check(digest(prints), lambda: check_contracts(model, fresh))
+    broken = check(digest(prints), lambda: check_contracts(model, fresh))
     model.unprepare()  # the check's buffers would count as taken when the pool is sized
     for contract in broken:
         log.warning("%s", MEANING[contract])
@@ -226,7 +257,8 @@ def _device(settings: Settings) -> torch.device:
     return torch.device(settings.device)
 
 
-def _dtype(settings: Settings, device: torch.device) -> torch.dtype:
+def compute_dtype(settings: Settings, device: torch.device) -> torch.dtype:
+    """The type of activations and products: DTYPE, or what suits the device."""
     if settings.dtype != "auto":
         return DTYPES[settings.dtype]
     return torch.float32 if device.type == "cpu" else torch.bfloat16

@@ -45,7 +45,7 @@ class Compiled:
         return None
 
 
-class _Target:
+class Target:
     """The part of a Triton driver that the compiler asks."""
 
     def __init__(self, arch: int) -> None:
@@ -79,7 +79,7 @@ def compiling(arch: int, seen: list[tuple[str, Any]]) -> Iterator[None]:
         return kernel
 
     before, dependent, shared = driver._active, pdl.dependent, pdl.shared_memory
-    driver.set_active(_Target(arch))
+    driver.set_active(Target(arch))
     JITFunction.run = run
     pdl.dependent = lambda x: arch >= 90
     pdl.shared_memory = lambda x: SHARED_LIMIT[arch]

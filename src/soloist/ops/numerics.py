@@ -10,6 +10,7 @@ import hashlib
 import json
 import platform
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -57,6 +58,16 @@ def fingerprint(device: torch.device, dtype: torch.dtype, state_dtype: torch.dty
 def digest(print_: dict[str, str]) -> str:
     """Sixteen hex digits for a fingerprint."""
     return hashlib.sha256(json.dumps(print_, sort_keys=True).encode()).hexdigest()[:16]
+
+
+@cache
+def code_digest() -> str:
+    """Sixteen hex digits over Soloist's own source: kernels, and what decides which of them run."""
+    package = Path(__file__).resolve().parent.parent
+    found = hashlib.sha256()
+    for path in sorted(p for p in package.rglob("*") if p.suffix in (".py", ".cu")):
+        found.update(str(path.relative_to(package)).encode() + b"\0" + path.read_bytes())
+    return found.hexdigest()[:16]
 
 
 def varying_products(products: Iterable[Linear], dtype: torch.dtype, device: torch.device) -> list[str]:

@@ -82,15 +82,21 @@ def keep_cubins(directory: Path) -> None:
     _kept = directory
 
 
+def _place(code: str, arch: int, macros: Mapping[str, int], directory: Path) -> Path:
+    """Where the cubin is kept; its name says all that went into it."""
+    _, major, minor = _nvrtc().nvrtcVersion()
+    key = hashlib.sha256(repr((code, arch, sorted(macros.items()), major, minor)).encode()).hexdigest()[:32]
+    return directory / f"{key}.cubin"
+
+
 def _cached_cubin(code: str, arch: int, macros: Mapping[str, int], directory: Path | None) -> bytes:
     """The cubin, compiled unless it is there; a directory that cannot be written costs the keeping and nothing else."""
     if directory is None:
         return compile_cubin(code, arch, macros)[0]
-    _, major, minor = _nvrtc().nvrtcVersion()
-    key = hashlib.sha256(repr((code, arch, sorted(macros.items()), major, minor)).encode()).hexdigest()[:32]
-    path = directory / f"{key}.cubin"
+    path = _place(code, arch, macros, directory)
     if path.exists():
         return path.read_bytes()
+    log.debug("compiling %s", path.name)
     cubin, _ = compile_cubin(code, arch, macros)
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -100,6 +106,15 @@ def _cached_cubin(code: str, arch: int, macros: Mapping[str, int], directory: Pa
     except OSError as error:
         log.info("compiled kernels could not be kept: %s", error)
     return cubin
+
+
+def prepare(name: str, arch: int, macros: Mapping[str, int], directory: Path) -> tuple[Path, bool]:
+    """Compile `name`.cu into `directory` for a later `load`, on no card. Returns its file and whether it was there."""
+    code = source(name)
+    path = _place(code, arch, macros, directory)
+    known = path.exists()
+    _cached_cubin(code, arch, macros, directory)
+    return path, known
 
 
 @dataclass(frozen=True)

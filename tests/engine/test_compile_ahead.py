@@ -1,0 +1,155 @@
+"""What a start compiles side by side: all that real steps ask for, found by the launch, and no start ends for it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from soloist.checkpoint.reader import open_checkpoint
+from soloist.engine.compile_ahead import CompileAhead, _all_there
+from soloist.engine.rehearsal import kinds_of_layers
+from soloist.ops.aot import SHARED_LIMIT
+from soloist.ops.rehearsal import Card
+from soloist.settings import resolve
+from tiny import build_tiny
+
+TESTS = Path(__file__).parent.parent
+CARD = Card("a card", 86, 82, SHARED_LIMIT[86], 24 << 30)
+
+
+@pytest.fixture(scope="module")
+def half(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("half")
+    build_tiny(directory, dtype=torch.bfloat16)
+    return directory
+
+
+def compiling(*command: str, **more: str) -> subprocess.CompletedProcess[str]:
+    """In a process of its own: these tests run the interpreter, the compiler must not."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | more
+    environment["PYTHONPATH"] = os.pathsep.join([str(TESTS), *(p for p in sys.path if p)])
+    return subprocess.run([sys.executable, *command], capture_output=True, text=True, env=environment, timeout=600)
+
+
+@pytest.mark.parametrize(
+    ("arch", "knobs"),
+    [
+        (86, ("max_seqs=3",)),
+        pytest.param(90, ("max_seqs=5", "kv_format=fp8", "kv_format_v=int8", "tree=0"), marks=pytest.mark.slow),
+    ],
+)
+def test_a_rehearsal_asks_for_all_that_real_steps_ask_for(half: Path, arch: int, knobs: tuple[str, ...]) -> None:
+    done = compiling(str(TESTS / "engine/asked.py"), str(half), str(arch), *knobs)
+    assert done.returncode == 0, done.stderr[-3000:]
+    *missing, last = [line for line in done.stdout.splitlines() if line]
+    assert missing == []
+    asked, rehearsed = (int(n) for n in re.findall(r"\d+", last))
+    assert 30 < asked <= rehearsed
+
+
+COMPILED = """
+import json, sys
+from pathlib import Path
+from soloist.engine.rehearsal import rehearse
+from soloist.ops import rehearsal
+from soloist.ops.aot import SHARED_LIMIT, compiling
+from soloist.ops.rehearsal import Card, CudaJob, TritonJob, compile_all
+from soloist.settings import resolve
+
+class Broken(CudaJob):
+    def compile(self, directory):
+        raise ValueError("as it may happen")
+
+class Deadly(CudaJob):
+    def compile(self, directory):
+        import os
+        os._exit(9)
+
+settings = resolve({"model": sys.argv[1], "device": "cuda", "spec": "none", "max_seqs": "1"}, {}, {})
+wanted = rehearse(settings, Card("a card", 86, 82, SHARED_LIMIT[86], 24 << 30))
+few = [j for j in wanted.jobs.values() if j.name in ("rows._silu_mul", "norms._norm")]
+out = Path(sys.argv[2])
+first = compile_all([*few, Broken("broken", 86, ())], 2, out)
+again = compile_all(few, 2, out)
+deadly = compile_all([Deadly("deadly", 86, ())], 1, out)
+
+from triton import knobs
+hits = []
+knobs.compilation.listener = lambda **said: hits.append(said["cache_hit"])
+import torch
+from soloist.ops.triton import rows
+with compiling(86, []):
+    half = torch.zeros(3, 2 * 192, dtype=torch.bfloat16)
+    rows.silu_mul(half, half[:, :192].contiguous())
+print(json.dumps({"first": [vars(o) for o in first], "again": [o.known for o in again], "hits": hits,
+                  "deadly": [o.error for o in deadly], "jobs": len(few)}))
+"""
+
+
+def test_what_is_compiled_side_by_side_is_found_by_the_launch(half: Path, tmp_path: Path) -> None:
+    done = compiling("-c", COMPILED, str(half), str(tmp_path / "cubins"), TRITON_CACHE_DIR=str(tmp_path / "triton"))
+    assert done.returncode == 0, done.stderr[-3000:]
+    said = json.loads(done.stdout.splitlines()[-1])
+    good = [o for o in said["first"] if not o["error"]]
+    assert len(good) == said["jobs"] >= 3
+    assert all(not o["known"] and o["files"] and all(map(os.path.exists, o["files"])) for o in good)
+    assert [o["error"] for o in said["first"] if o["name"] == "broken"] == ["ValueError: as it may happen"]
+    assert all(said["again"]) and said["hits"] == [True]
+    assert len(said["deadly"]) == 1 and "BrokenProcessPool" in said["deadly"][0]
+
+
+def test_a_note_counts_while_its_files_are_there(tmp_path: Path) -> None:
+    note, cubin = tmp_path / "note.json", tmp_path / "a.cubin"
+    cubin.touch()
+    assert not _all_there(note)
+    note.write_text(json.dumps([str(cubin)]))
+    assert _all_there(note)
+    cubin.unlink()
+    assert not _all_there(note)
+    note.write_text("[")
+    assert not _all_there(note)
+    note.write_text("[]")
+    assert not _all_there(note)
+
+
+@pytest.mark.parametrize("program", ["/bin/false", "/bin/true", "/nowhere/python"])
+def test_a_start_goes_on_where_nothing_could_be_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, program: str
+) -> None:
+    monkeypatch.setattr(sys, "executable", program)
+    settings = resolve({"model": "demo"}, {}, {})
+    with caplog.at_level(logging.WARNING):
+        CompileAhead(settings, CARD, tmp_path / "note.json").wait()
+    assert "kernels" in caplog.text and not (tmp_path / "note.json").exists()
+
+
+def test_what_was_compiled_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cubin = tmp_path / "a.cubin"
+    cubin.touch()
+    kernel = {"name": "a", "seconds": 1.0, "known": False, "files": [str(cubin)], "error": ""}
+    script = tmp_path / "python"
+    script.write_text(f"#!/bin/sh\ncat > /dev/null\necho '{json.dumps({'kernels': [kernel]})}'\n")
+    script.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(script))
+    settings, note = resolve({"model": "demo"}, {}, {}), tmp_path / "note.json"
+    CompileAhead(settings, CARD, note).wait()
+    assert _all_there(note)
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    again = CompileAhead(settings, CARD, note)
+    assert again._process is None
+    again.wait()
+
+
+def test_the_first_layers_hold_every_pair_of_neighbours(half: Path) -> None:
+    # LLLFLLLF: two linear ones, linear before full, full before linear.
+    assert kinds_of_layers(open_checkpoint(half)) == 5
