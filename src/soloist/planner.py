@@ -100,9 +100,9 @@ def kv_token_bytes(config: ModelConfig, choices: Choices) -> int:
     value = key if choices.kv_format_v == "same" else choices.kv_format_v
     heads, dim = config.num_kv_heads, config.head_dim
     if key == "kvarn":
-        from soloist.cache.kvarn import record_bytes
+        from soloist.cache.tiles import RecordCodec
 
-        layer = heads * record_bytes(dim) // 128
+        layer = bytes_per_token(RecordCodec(), heads, dim)
     else:
         layer = sum(bytes_per_token(token_codec(name), heads, dim) for name in (key, value))
     target = len(config.attention_layers) * layer

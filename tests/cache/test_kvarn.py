@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from soloist.cache import kvarn
-from soloist.cache.kvarn import TILE
+from soloist.ops import kvarn
+from soloist.ops.kvarn import TILE
 
 
 def _sylvester(size: int) -> np.ndarray:

@@ -106,7 +106,10 @@ def test_the_plan_is_what_an_engine_allocates(tiny_model: Path, knobs: dict[str,
         engine.close()
 
 
-@pytest.mark.parametrize("size", [{}, {"max_seqs": 1, "kv_format": "int8"}, {"verify_rows": 5, "max_seqs": 2}])
+@pytest.mark.parametrize(
+    "size",
+    [{}, {"max_seqs": 1, "kv_format": "int8"}, {"verify_rows": 5, "max_seqs": 2}, {"kv_format": "kvarn"}],
+)
 def test_step_buffers_are_those_of_the_card(tiny_model: Path, size: dict[str, int]) -> None:
     """Within 1 %: everything `CardModel` allocates for a verify step, splits of attention included."""
     pytest.importorskip("triton")

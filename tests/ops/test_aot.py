@@ -55,3 +55,36 @@ def test_fold_adds_in_the_order_of_the_walk(arch: int) -> None:
         # The walk sums S^T k and S^T q for four rows, the fold S^T k alone. More sums would be a second order.
         assert len(kernels["_walk"]) == 8 and len(kernels["_fold"]) == 1, (shape, kernels)
         assert set(kernels["_walk"]) == set(kernels["_fold"]), (shape, kernels)
+
+
+PRODUCTS = """
+from soloist.ops import aot
+for name, call in aot.all_calls().items():
+    if name.startswith("verify_attention"):
+        seen = []
+        with aot.compiling({arch}, seen):
+            call()
+        for kernel, compiled in seen:
+            if kernel in ("_past", "_recent"):
+                print(name, kernel, aot.products(compiled), sep="|")
+"""
+
+
+@pytest.mark.parametrize(
+    "arch", [a if a in QUICK else pytest.param(a, marks=pytest.mark.slow) for a in sorted(SHARED_LIMIT)]
+)
+def test_shared_splits_and_a_rows_own_multiply_alike(arch: int) -> None:
+    """A split of attention gives a row the same bits whether it is computed for all rows or for one: E1 rests on it."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
+    command = [sys.executable, "-c", PRODUCTS.format(arch=arch)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found: dict[str, dict[str, list[tuple[str, str]]]] = {}
+    for line in done.stdout.splitlines():
+        shape, kernel, layouts = line.split("|")
+        found.setdefault(shape, {})[kernel] = ast.literal_eval(layouts)
+    assert len(found) >= 9 and any("kvarn" in name for name in found)
+    for shape, kernels in found.items():
+        assert len(kernels["_past"]) == len(kernels["_recent"]) == 2, (shape, kernels)
+        assert kernels["_past"] == kernels["_recent"], (shape, kernels)

@@ -2,7 +2,7 @@
 
 A codec turns x [n, kv_heads, D] into named planes [n, ...] and back. Each token is encoded from its own
 values alone, so a row of a running step can be read exactly as it will be stored: `roundtrip`. K and V
-choose their codecs separately. KVarN encodes tiles of 128 tokens and lives in `cache/kvarn.py`.
+choose their codecs separately. KVarN encodes tiles of 128 tokens and lives in `ops/kvarn.py`.
 
 Formulas: spec/kv_formats.md sections 2-4. What can go wrong: a kernel that dequantises with another
 rounding than `decode` gives a stored token other bits than `roundtrip` gave it one step earlier, and

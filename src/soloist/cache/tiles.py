@@ -17,11 +17,9 @@ import torch
 
 from soloist.cache.codecs import Planes, token_codec
 from soloist.cache.kv import KVStore
-from soloist.cache.kvarn import TILE, decode_tiles, encode_tile, record_bytes
 from soloist.cache.pages import PAGE
 from soloist.models.step import Where
-
-WINDOW = 3 * TILE
+from soloist.ops.kvarn import TILE, WINDOW, StoredTiles, decode_tiles, encode_tile, lane, record_bytes
 
 
 class RecordCodec:
@@ -80,10 +78,14 @@ class TileStore(KVStore):
     def nbytes(self) -> int:
         return super().nbytes + self.window_k.nbytes + self.window_v.nbytes
 
-    @staticmethod
-    def lane(positions: torch.Tensor) -> torch.Tensor:
-        """Where positions lie in a slot's window."""
-        return torch.where(positions < TILE, positions, TILE + (positions - TILE) % (2 * TILE))
+    def tiles(self, layer: int | None) -> StoredTiles:
+        """Records and windows as the kernels of a card take them: of one layer, or of all."""
+        parts = self.planes["k.record"], self.window_k, self.window_v
+        return StoredTiles(*(parts if layer is None else (part[layer] for part in parts)))
+
+    def row_planes(self, rows: int) -> Planes:
+        """Rows of a running step are kept as computed: k.data and v.data [layers, rows, kv_heads, D]."""
+        return {f"{n}.data": self.window_k.new_zeros(self.layers, rows, self.kv_heads, self.head_dim) for n in "kv"}
 
     def write(
         self, layer: int, index: torch.Tensor, k: torch.Tensor, v: torch.Tensor, where: Where | None = None
@@ -106,7 +108,7 @@ class TileStore(KVStore):
             ):
                 end += 1
             part = slice(start, end)
-            lanes = self.lane(where.positions[part])
+            lanes = lane(where.positions[part])
             self.window_k[layer, slots[start], lanes] = k[part].to(self.dtype)
             self.window_v[layer, slots[start], lanes] = v[part].to(self.dtype)
             if positions[end - 1] % TILE == TILE - 1 and positions[end - 1] >= TILE:
@@ -135,7 +137,7 @@ class TileStore(KVStore):
             k, v = decode_tiles(records, self.head_dim)
             parts_k.append(k.to(self.dtype))
             parts_v.append(v.to(self.dtype))
-        recent = self.lane(torch.arange(min(packed * TILE, n), n, device=index.device))
+        recent = lane(torch.arange(min(packed * TILE, n), n, device=index.device))
         first = min(TILE, n)
         return tuple(
             torch.cat([window[layer, slot, :first], *parts, window[layer, slot, recent]])
@@ -152,7 +154,7 @@ class TileStore(KVStore):
     def _needed(self, cut: int) -> torch.Tensor:
         """Window lanes a request of `cut` settled tokens still reads: tile 0 and everything from the tile before."""
         recent = torch.arange(min(cut, max(TILE, (cut // TILE - 1) * TILE)), cut)
-        return torch.cat([torch.arange(min(cut, TILE)), self.lane(recent)]).to(self.window_k.device)
+        return torch.cat([torch.arange(min(cut, TILE)), lane(recent)]).to(self.window_k.device)
 
     def export_slot(self, slot: int, cut: int) -> dict[str, torch.Tensor]:
         lanes = self._needed(cut)

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from soloist.checkpoint.config import ModelConfig
+from soloist.models import tiled
 from soloist.models.card_stream import Stream, why_not_folded
 from soloist.models.layers import Attention, DeltaNet, Loader
 from soloist.models.qwen3_5 import Progress, Qwen35
@@ -29,7 +30,7 @@ from soloist.ops import delta_cuda
 from soloist.ops.card_products import CardLinear, DenseLinear, W4Linear
 from soloist.ops.delta_cuda import Recurrence
 from soloist.ops.linear_cuda import TILE_N, Squares
-from soloist.ops.triton import attention, delta, gates, prefill, rows
+from soloist.ops.triton import attention, delta, gates, kvarn, kvarn_attention, prefill, rows
 
 log = logging.getLogger("soloist.models")
 
@@ -336,7 +337,11 @@ class CardModel(Qwen35):
         _decode(mixer.qkv, stream.h, qkv, stream.squares)
         rows.qk_prepare(qkv, mixer.factors, table["rotary"], self.inverse, c.eps, q, k, v)
         mixed = b.mixed[: count * c.num_heads * c.head_dim].view(count, -1)
-        attention.verify_attention(q, k, v, *self._kv.stored(layer), table, self._partials, qkv, mixed, mixer.scale)
+        if tiled.is_tiled(self._kv):
+            tiles = self._kv.tiles(layer)
+            kvarn_attention.verify_attention(q, k, v, tiles, table, self._partials, qkv, mixed, mixer.scale)
+        else:
+            attention.verify_attention(q, k, v, *self._kv.stored(layer), table, self._partials, qkv, mixed, mixer.scale)
         return mixed
 
     def _delta_rows(
@@ -388,10 +393,12 @@ class CardModel(Qwen35):
         """Upload the paths written last and move their rows into the caches."""
         b, table = self._buffers, self.tables.card
         path, lengths = self._path.upload()
-        attention.settle_kv(
-            self._kv.stored(None, self._rows), self._kv.stored(None), path, lengths, table["settled"],
-            table["page_table"],
-        )  # fmt: skip
+        kept, settled, pages = self._kv.stored(None, self._rows), table["settled"], table["page_table"]
+        if tiled.is_tiled(self._kv):
+            k, v = (part.data for part in kept)
+            kvarn.settle(k, v, self._kv.tiles(None), path, lengths, settled, table["slots"], pages)
+        else:
+            attention.settle_kv(kept, self._kv.stored(None), path, lengths, settled, pages)
         record = (b.dq, b.dk, b.dv, b.decay, b.beta)
         states, conv, slots = self._state.all_states, self._state.all_conv, table["slots"]
         if self._recurrence is not None:

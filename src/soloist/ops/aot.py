@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 
+from soloist.ops.aot_kvarn import kvarn_calls
+
 # Shared memory a block may have, bytes, by compute capability.
 SHARED_LIMIT = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 120: 101376}
 # The KV formats that need decoding, by the type of their codes (`cache/codecs.py`).
@@ -126,6 +128,15 @@ def reductions(kernel: Any) -> list[str]:
     layouts = dict(re.findall(r"^(#blocked\d*) = (.*)$", ir, re.MULTILINE))
     blocks = re.findall(r'"tt\.reduce".*?\}\) : \(tensor<[^#]*(#blocked\d*)>', ir, re.DOTALL)
     return [layouts[name] for name in blocks]
+
+
+def products(kernel: Any) -> list[tuple[str, str]]:
+    """How a compiled Triton kernel multiplies, product by product: the matrix unit's layout, and how many neighbours of
+    the inner dimension a thread hands it. Equal ones add in equal order."""
+    ir = kernel.asm["ttgir"]
+    layouts = dict(re.findall(r"^(#mma\d*) = (.*)$", ir, re.MULTILINE))
+    found = re.findall(r" = tt\.dot .*opIdx = 0, parent = (#mma\d*), kWidth = (\d+)", ir)
+    return [(layouts[name], width) for name, width in found]
 
 
 def cuda_kernels(arch: int) -> list[Compiled]:
@@ -357,6 +368,8 @@ def all_calls() -> dict[str, Callable[[], object]]:
     for name in FORMATS:
         for at, shape in {"27B": (24, 4, 256, 64), "demo": (4, 2, 64, 16)}.items():
             calls |= {f"{op}, {at}, {name}": call for op, call in format_calls(*shape, name).items()}
+    for at, heads in {"27B": (24, 4, 256), "demo": (4, 2, 64)}.items():
+        calls |= {f"{op}, {at}, kvarn": call for op, call in kvarn_calls(*heads).items()}
     return calls
 
 

@@ -22,7 +22,7 @@ import triton.language as tl
 
 from soloist.ops.stored_rows import StoredRows
 from soloist.ops.triton import kv as stored
-from soloist.ops.triton import pdl
+from soloist.ops.triton import kvarn, pdl
 
 PAGE = 64
 SPLIT = 256
@@ -133,7 +133,7 @@ def _recent(
 def _combine(
     acc_in, top_in, total_in, parts, positions, gate, out, gate_stride,
     HEADS: tl.constexpr, D: tl.constexpr, SPLIT: tl.constexpr,
-    BLOCK: tl.constexpr, PDL: tl.constexpr,
+    BLOCK: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     pdl.begin(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -157,7 +157,10 @@ def _combine(
         acc = acc * old_scale + tl.sum(accs * scales[:, None], 0)
         total = total * old_scale + tl.sum(tl.load(total_in + part, mask=real, other=0.0) * scales, 0)
         top = new
-    o = (acc / total).to(out.dtype.element_ty).to(tl.float32)
+    o = acc / total
+    if STAGES > 0:  # values of KVarN are turned until here
+        o = kvarn.turn(o, D, STAGES)
+    o = o.to(out.dtype.element_ty).to(tl.float32)
     g = tl.load(gate + row * gate_stride + head * 2 * D + D + cols).to(tl.float32)
     tl.store(out + (row * HEADS + head) * D + cols, (o / (1.0 + tl.exp(-g))).to(out.dtype.element_ty))
 
@@ -227,7 +230,7 @@ def verify_attention(
     )  # fmt: skip
     _combine[(rows, heads)](
         partials.acc, partials.top, partials.total, table["parts"], table["positions"], qkv, out, qkv.stride(0),
-        heads, dim, SPLIT, BLOCK=COMBINED, PDL=on, num_warps=4, **pdl.launch(on),
+        heads, dim, SPLIT, BLOCK=COMBINED, STAGES=0, PDL=on, num_warps=4, **pdl.launch(on),
     )  # fmt: skip
     return out
 

@@ -1,7 +1,8 @@
 """KVarN k4v2: tiles of 128 tokens, rotated, variance-normalised, 4-bit keys and 2-bit values.
 
 The arithmetic of one tile (spec/kv_formats.md section 5), in fp32. A tile of one KV head and layer becomes
-one record of `record_bytes(D)` bytes; what a row may read of it is decided elsewhere (`cache/tiles.py`).
+one record of `record_bytes(D)` bytes; what a row may read of it is decided elsewhere (`cache/tiles.py`). The kernels
+are in `ops/triton/kvarn.py`; a card keeps all keys and values turned by the Hadamard matrix, packed or not.
 
 What can go wrong: fp16 scales underflow for constant channels. The floor of 1e-10 then becomes 0 and the zero
 point alone reproduces the value, which is right.
@@ -9,13 +10,34 @@ point alone reproduces the value, which is right.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 
 import torch
 
 TILE = 128
+WINDOW = 3 * TILE  # unpacked tokens of a request: the first tile, and a ring of two
 ITERATIONS = 8
 BITS_K, BITS_V = 4, 2
+
+
+@dataclass(frozen=True)
+class StoredTiles:
+    """A layer's tiles, or all layers' with one more dimension in front.
+
+    records             uint8 [pages * 64, kv * record_bytes(D) / 128]; pages 2 i and 2 i + 1 hold the kv records of one
+                        tile, one after the other
+    window_k, window_v  [slots, WINDOW, kv, D]: unpacked tokens, position p at `lane(p)`
+    """
+
+    records: torch.Tensor
+    window_k: torch.Tensor
+    window_v: torch.Tensor
+
+
+def lane(positions: torch.Tensor) -> torch.Tensor:
+    """Where positions lie in a slot's window."""
+    return torch.where(positions < TILE, positions, TILE + (positions - TILE) % (2 * TILE))
 
 
 @cache
@@ -123,18 +145,20 @@ def _bytes(x: torch.Tensor, heads: int) -> torch.Tensor:
 
 def encode_tile(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """K, V [128, heads, D] -> records uint8 [heads, record_bytes(D)]."""
-    heads, dim = k.shape[1:]
-    turn = hadamard(dim).to(k.device)
-    key = (k.float().transpose(0, 1) @ turn).transpose(1, 2).contiguous()  # [heads, D, 128]: rows are channels
-    value = v.float().transpose(0, 1) @ turn  # [heads, 128, D]: rows are tokens
-    kq, ka, kzp, kc = quantise(key, BITS_K)
-    vq, va, vzp, vc = quantise(value, BITS_V)
+    matrix = hadamard(k.shape[2]).to(k.device)
+    return encode_turned((k.float().transpose(0, 1) @ matrix), (v.float().transpose(0, 1) @ matrix))
+
+
+def encode_turned(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """K and V fp32 [heads, 128, D], already multiplied by the Hadamard matrix -> records [heads, record_bytes(D)]."""
+    kq, ka, kzp, kc = quantise(k.transpose(1, 2).contiguous(), BITS_K)  # rows are channels
+    vq, va, vzp, vc = quantise(v, BITS_V)  # rows are tokens
     parts = (pack(kq, BITS_K), ka, kzp, kc, pack(vq, BITS_V), vc, va, vzp)
-    return torch.cat([_bytes(part, heads) for part in parts], 1)
+    return torch.cat([_bytes(part, k.shape[0]) for part in parts], 1)
 
 
-def decode_tiles(records: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """records uint8 [tiles, heads, record_bytes(D)] -> K, V fp32 [tiles * 128, heads, D], rotated back."""
+def decode_turned(records: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """records uint8 [tiles, heads, record_bytes(D)] -> K, V fp32 [tiles, heads, 128, D], still turned."""
     tiles, heads, _ = records.shape
     where = fields(dim)
 
@@ -145,10 +169,16 @@ def decode_tiles(records: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.T
     kq = unpack(field("k.codes", dim, TILE // 2, dtype=torch.uint8), BITS_K)
     vq = unpack(field("v.codes", TILE, dim // 4, dtype=torch.uint8), BITS_V)
     key = dequantise(kq, field("k.a", dim), field("k.zp", dim), field("k.c", TILE)).transpose(2, 3)
-    value = dequantise(vq, field("v.a", TILE), field("v.zp", TILE), field("v.c", dim))
-    turn = hadamard(dim).to(records.device)
+    return key, dequantise(vq, field("v.a", TILE), field("v.zp", TILE), field("v.c", dim))
+
+
+def decode_tiles(records: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """records uint8 [tiles, heads, record_bytes(D)] -> K, V fp32 [tiles * 128, heads, D], turned back."""
+    tiles, heads, _ = records.shape
+    matrix = hadamard(dim).to(records.device)
 
     def straight(x: torch.Tensor) -> torch.Tensor:
-        return (x @ turn).transpose(1, 2).reshape(tiles * TILE, heads, dim)
+        return (x @ matrix).transpose(1, 2).reshape(tiles * TILE, heads, dim)
 
+    key, value = decode_turned(records, dim)
     return straight(key), straight(value)
