@@ -52,8 +52,10 @@ class Experiment:
 def measure(settings: Settings) -> Experiment:
     """Build, run and compare nothing yet. Raises what building or a request raises."""
     from soloist.engine.build import build_engine, model_directory
+    from soloist.engine.selfcheck import forget_checks
     from soloist.server.tokenizer import Tokenizer
 
+    forget_checks()  # what a start measured earlier does not speak for this one
     tokenizer = Tokenizer.load(model_directory(settings.model))
     prompts = [tokenizer.encode(LEAD + text) for text in TEXTS]
     # Nothing of this is to reach the user's session directory, and idle settling would only make it slower.

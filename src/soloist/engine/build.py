@@ -24,7 +24,8 @@ from soloist.engine.engine import Engine
 from soloist.engine.kept import Kept
 from soloist.engine.memory import Memory
 from soloist.engine.scheduler import IDLE_SLICE_TOKENS
-from soloist.engine.selfcheck import MEANING, ROWS, cached_check, check_contracts, check_products
+from soloist.engine.segments import side_by_side
+from soloist.engine.selfcheck import MEANING, ROWS, cached_check, card_prints, check_contracts, check_products
 from soloist.engine.speculation import Speculation
 from soloist.engine.vision import build_tower
 from soloist.errors import CheckpointError, SettingError
@@ -130,7 +131,8 @@ def equip(
     """Everything around a loaded model: pool and slots, a card's graphs, drafters. Also the longest context."""
     device = model.device
     pages, max_len = size_pool(settings, checkpoint, chosen, device)
-    memory = _memory(settings, checkpoint, device, dtype, chosen, pages, max_len)
+    with side_by_side(device):
+        memory = _memory(settings, checkpoint, device, dtype, chosen, pages, max_len)
     if device.type == "cuda":
         from soloist.engine.graphs import GraphedModel
 
@@ -200,10 +202,12 @@ def load_on_card(
     state_dtype = DTYPES[settings.state_dtype]
     plain = (SHORT[str(dtype).removeprefix("torch.")],) * 2
     follow = partial(progress, "layers") if progress is not None else None
-    model = GraphedModel(CardLoader(checkpoint, device, dtype), checkpoint.config, follow)
+    with side_by_side(device):
+        model = GraphedModel(CardLoader(checkpoint, device, dtype), checkpoint.config, follow)
     model.mode = settings.graphs
     ready()
-    prints = fingerprint(device, dtype, state_dtype, model.product) | {"model": checkpoint.fingerprint()}
+    prints = fingerprint(device, dtype, state_dtype, model.product) | card_prints()
+    prints["model"] = checkpoint.fingerprint()
 
     def fresh(slots: int, pages: int) -> Caches:
         caches = Caches(*_caches(checkpoint, device, dtype, state_dtype, slots, pages, plain))

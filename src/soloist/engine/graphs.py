@@ -60,9 +60,6 @@ class GraphedModel(CardModel):
         if self.mode == "off":
             return
         began = time.perf_counter()
-        self.sequence(self._buckets[-1])
-        self.sequence(1)
-        torch.cuda.synchronize(self.device)
         pool = None
         for bucket in reversed(self._buckets):
             self.sequence(bucket)  # first use of a bucket may still load a kernel, which a capture must not see

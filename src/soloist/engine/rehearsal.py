@@ -13,7 +13,7 @@ import pickle
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
@@ -82,6 +82,7 @@ def _headers_only(layers: int) -> Iterator[None]:
 
     with (
         mock.patch.object(TensorInfo, "view", shape),
+        mock.patch("soloist.engine.build.side_by_side", lambda device: nullcontext()),
         mock.patch("soloist.engine.drafters.open_checkpoint", opened),
         mock.patch("soloist.engine.capacity.open_checkpoint", opened),
     ):

@@ -18,7 +18,7 @@ import torch
 from soloist.models.qwen3_5 import Qwen35
 from soloist.models.state import AcceptedPath, Caches, Features
 from soloist.models.step import GRID, RequestRows, prefill_step, verify_step
-from soloist.ops.numerics import varying_products
+from soloist.ops.numerics import code_digest, varying_products
 
 log = logging.getLogger("soloist.numerics")
 
@@ -120,9 +120,27 @@ def _grid_by_grid_equals_whole(model: Qwen35, fresh: Callable[[int, int], Caches
     return torch.equal(whole, torch.cat(parts))
 
 
+def card_prints() -> dict[str, str]:
+    """What the contracts on a card depend on beside the numerics: Soloist's own code, kernels included, and the driver.
+
+    The card's outcome is kept under all of these, so that nothing older speaks for a start.
+    """
+    try:
+        driver = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8", errors="replace").splitlines()[0]
+    except (OSError, IndexError):
+        driver = ""
+    return {"code": code_digest(), "cuda": str(torch.version.cuda), "driver": driver}
+
+
 def user_cache() -> Path:
     """What is kept between starts and may be deleted at any time: outcomes of checks, compiled kernels."""
     return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "soloist"
+
+
+def forget_checks(directory: Path | None = None) -> None:
+    """Remove every kept outcome: the next start measures again."""
+    for path in (directory or user_cache()).glob("contracts-*.json"):
+        path.unlink(missing_ok=True)
 
 
 def cached_check(key: str, run: Callable[[], list[str]], directory: Path | None = None) -> list[str]:
