@@ -63,6 +63,24 @@ def speculation() -> str:
     return f"{table}\n\nShare of the text that lookup supplied (MTP tree + lookup, greedy): {shares}.\n{copied}"
 
 
+def classes() -> str:
+    """Decode on a CPU by kind of text, default knobs over no speculation, and what the worst kind loses."""
+    kinds = _read("cpu/classes.json")["kinds"]
+    rows = [
+        [
+            kind,
+            f"{row['none']['tokens_per_s']:.0f}",
+            f"{row['default']['tokens_per_s']:.0f}",
+            f"{row['ratio']:.2f}",
+            f"{row['wanted']:.2f}",
+            f"{row['default']['drafting_steps']:.0%}",
+        ]
+        for kind, row in kinds.items()
+    ]
+    head = ["kind of text", "tok/s without", "tok/s with", "ratio", "aim", "steps that drafted"]
+    return _table(head, rows)
+
+
 def scenarios() -> str:
     """The tables of every scenario on the demo, with what they were taken on."""
     parts = []
@@ -125,4 +143,9 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-TABLES: dict[str, Callable[[], str]] = {"decode": decode, "speculation": speculation, "scenarios": scenarios}
+TABLES: dict[str, Callable[[], str]] = {
+    "decode": decode,
+    "speculation": speculation,
+    "classes": classes,
+    "scenarios": scenarios,
+}

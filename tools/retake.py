@@ -31,7 +31,7 @@ SERVE = f"soloist serve demo --port {PORT}"
 TOOLS = {
     "decode": "python tools/cpu_decode.py --threads 2 --rounds 3 --tokens 100 --out benchmarks/cpu/decode.json",
     "first-token": "python tools/first_token.py --runs 4 --out benchmarks/cpu/first_token.json",
-    "classes": "python tools/cpu_classes.py --threads 2 --rounds 3 --out benchmarks/cpu/classes.json",
+    "classes": "python tools/cpu_classes.py --threads 2 --rounds 5 --out benchmarks/cpu/classes.json",
     "speculation": "python tools/speculation.py --threads 2 --out benchmarks/cpu/speculation.json",
 }
 SCENARIOS = {

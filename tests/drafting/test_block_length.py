@@ -72,14 +72,29 @@ def test_gain_stops_drafting_where_it_does_not_pay_and_probes_again() -> None:
     rule = GainRule(StepCost((0.0, 1.0, 1.5, 2.0, 2.5), draft=1.0), long=3, probe=5, patience=20)
     drafted = []
     for _ in range(40):
-        run = rule.drafts([])
+        run = rule.drafts([], 1)
         drafted.append(run)
         rule.limit([0.1, 0.01] if run else [], False, 1, 100, run)
     assert [i for i, run in enumerate(drafted) if run] == [0, 6, 17, 38]
+    emitted = 1
     for _ in range(40):
-        run = rule.drafts([])
-        rule.limit([0.95, 0.9, 0.85] if run else [], False, 1, 100, run)
-    assert all(rule.drafts([]) for _ in range(10))
+        run = rule.drafts([], emitted)
+        rule.limit([0.95, 0.9, 0.85] if run else [], False, emitted, 100, run)
+        emitted = 4 if run else 1
+    assert all(rule.drafts([], 4) for _ in range(10))
+
+
+@pytest.mark.parametrize("kept_promise", [True, False])
+def test_gain_believes_outcomes_over_promises(kept_promise: bool) -> None:
+    """Nodes that look good pay by their estimates; where such steps emit one token each, drafting stops soon."""
+    rule = GainRule(StepCost((0.0, 1.0, 1.1, 1.2, 1.3), draft=0.5), long=3)
+    emitted, drafted = 0, 0
+    for _ in range(24):
+        run = rule.drafts([], emitted)
+        drafted += run
+        rule.limit([0.7, 0.5, 0.3] if run else [], False, emitted, 100, run)
+        emitted = 3 if run and kept_promise else 1
+    assert drafted == 24 if kept_promise else 2 <= drafted <= 12
 
 
 def test_a_cost_table_must_have_times() -> None:

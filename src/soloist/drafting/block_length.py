@@ -20,8 +20,12 @@ from soloist.errors import SettingError
 class BlockRule(Protocol):
     """Asked once per step, after the previous step's result is known."""
 
-    def drafts(self, survival: Sequence[float]) -> bool:
-        """Whether running the drafter is worth its time; `survival` belongs to what is at hand without it."""
+    def drafts(self, survival: Sequence[float], emitted: int) -> bool:
+        """Whether running the drafter is worth its time. Asked before `limit`.
+
+        survival  belongs to what is at hand without it
+        emitted   tokens the step before emitted; 0 before the first
+        """
 
     def limit(self, survival: Sequence[float], has_tail: bool, emitted: int, context: int, drafted: bool) -> int:
         """Draft rows to put up.
@@ -67,7 +71,7 @@ class SaturatedRule:
         self._before = False
         self._hold = 0
 
-    def drafts(self, survival: Sequence[float]) -> bool:
+    def drafts(self, survival: Sequence[float], emitted: int) -> bool:
         return True
 
     def limit(self, survival: Sequence[float], has_tail: bool, emitted: int, context: int, drafted: bool) -> int:
@@ -112,17 +116,36 @@ class StepCost:
 class GainRule:
     """The row count with the best expected tokens per millisecond, and whether drafting pays at all.
 
+    What survival promised is set against what drafted steps then emitted, all of them together: single nodes are
+    calibrated too, but in a text that drafts badly that takes a dozen steps in every bucket of evidence, and each of
+    them costs a drafter run.
+
     probe  after this many steps without the drafter, run it once to see whether it would pay now; every probe that
            says no doubles the wait, up to `patience` steps
     keep   weight of the past in the running estimate of a drafted step's rate
+    trust  tokens that promises are believed for before the first outcome
+    memory factor on old promises and outcomes per drafted step
     """
 
-    def __init__(self, cost: StepCost, long: int, probe: int = 24, patience: int = 192, keep: float = 0.6) -> None:
+    def __init__(
+        self,
+        cost: StepCost,
+        long: int,
+        probe: int = 24,
+        patience: int = 192,
+        keep: float = 0.6,
+        trust: float = 12.0,
+        memory: float = 0.95,
+    ) -> None:
         self.cost = cost
         self.long = long
         self.probe = probe
         self.patience = patience
         self.keep = keep
+        self.trust = trust
+        self.memory = memory
+        self._promised = self._emitted = 0.0
+        self._open: float | None = None  # what the step in flight was promised to emit, if the drafter ran for it
         self._wait = probe
         self._drafted_rate: float | None = None
         self._skipped = 0
@@ -138,8 +161,9 @@ class GainRule:
                 best, rows = rate, n
         return best, rows
 
-    def drafts(self, survival: Sequence[float]) -> bool:
-        if self._drafted_rate is None or self._drafted_rate >= self._best(survival, 0.0)[0]:
+    def drafts(self, survival: Sequence[float], emitted: int) -> bool:
+        self._learn(emitted)
+        if self._drafted_rate is None or self._drafted_rate * self._honesty >= self._best(survival, 0.0)[0]:
             self._wait = self.probe
             return True
         self._skipped += 1
@@ -148,9 +172,21 @@ class GainRule:
             self._wait = min(2 * self._wait, self.patience)
         return self._probing
 
+    @property
+    def _honesty(self) -> float:
+        """Tokens that drafted steps emitted over what they were expected to."""
+        return (self._emitted + self.trust) / (self._promised + self.trust)
+
+    def _learn(self, emitted: int) -> None:
+        if self._open is not None:
+            self._promised = self.memory * self._promised + self._open
+            self._emitted = self.memory * self._emitted + emitted
+            self._open = None
+
     def limit(self, survival: Sequence[float], has_tail: bool, emitted: int, context: int, drafted: bool) -> int:
         rate, rows = self._best(survival, self.cost.draft if drafted else 0.0)
         if drafted:
+            self._open = 1.0 + sum(survival[:rows])
             # What was known before a pause is stale: a probe replaces it.
             old = rate if self._probing or self._drafted_rate is None else self._drafted_rate
             self._drafted_rate = self.keep * old + (1 - self.keep) * rate

@@ -59,8 +59,12 @@ def interpolated(points: dict[int, float], rows: int) -> tuple[float, ...]:
     return tuple(table)
 
 
-def measure_costs(model: Qwen35, memory: Memory, drafter: Drafter | None, rows: int) -> StepCost:
-    """Time verify steps of 1 .. `rows` rows and one drafter run, on an empty slot that no request holds yet."""
+def measure_costs(model: Qwen35, memory: Memory, drafter: Drafter | None, rows: int, tree: bool = False) -> StepCost:
+    """Time verify steps of 1 .. `rows` rows and one drafter run, on an empty slot that no request holds yet.
+
+    tree  the drafter is asked for alternatives, as the engine asks it; the run timed is one that samples, the dearer
+          kind and the one clients get who set nothing
+    """
 
     def verify(n: int) -> Work:
         def work() -> object:
@@ -76,8 +80,7 @@ def measure_costs(model: Qwen35, memory: Memory, drafter: Drafter | None, rows: 
         hidden = torch.zeros(1, model.config.hidden_size, dtype=model.dtype, device=model.device)
         taps = hidden.repeat(1, len(drafter.taps)) if drafter.taps else None
         drafter.absorb([SettledTokens(0, 0, [0, 0], hidden, taps, [0])])
-        greedy = SamplingParams(temperature=0.0)
-        ask = Ask(0, 0, 1, [0], greedy, 0, "greedy", drafter.depth)
+        ask = Ask(0, 0, 1, [0], SamplingParams(temperature=1.0), 0, "coupled", drafter.depth, tree)
         works[0] = lambda: drafter.propose([ask])
     points = fastest_ms(works, model.device)
     draft = points.pop(0, 0.0)

@@ -119,7 +119,7 @@ def build_speculation(settings: Settings, checkpoint: Checkpoint, model: Qwen35,
     saturated = SaturatedConfig(
         short, long, settings.lookup_adaptive, settings.lookup_sticky, settings.lookup_cheap_ctx
     )
-    cost = measure_costs(model, memory, drafter, long + 1) if settings.block_rule == "gain" else None
+    cost = measure_costs(model, memory, drafter, long + 1, settings.tree) if settings.block_rule == "gain" else None
 
     def rule() -> BlockRule:
         return SaturatedRule(saturated) if cost is None else GainRule(cost, long)

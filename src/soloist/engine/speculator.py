@@ -153,7 +153,7 @@ class Speculator:
         matches = [self._matches(t, limit) for t, limit in zip(tracked, limits, strict=True)]
         forced = [self._forced(r, limit) for r, limit in zip(requests, limits, strict=True)]
         asks = [
-            self._ask(r, limit if t.rule.drafts(self._at_hand(t, m, f)) else 0)
+            self._ask(r, limit if t.rule.drafts(self._at_hand(t, m, f), t.emitted) else 0)
             for r, t, limit, m, f in zip(requests, tracked, limits, matches, forced, strict=True)
         ]
         drafts = self.drafter.propose(asks) if self.drafter else [Draft("")] * len(requests)
