@@ -17,6 +17,7 @@ GRID = 64
 SHORT_PROMPT = 1024
 IDLE_SLICE_TOKENS = 512  # with no stream waiting: long enough to be cheap, short enough to notice a cancel
 FIRST_GUESS_MS = 2.0  # per token, before the first slice was measured
+REMEMBERED = 8  # slices whose time per token sizes the next one
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Scheduler:
     def __init__(self, admit: Callable[[Request], bool], resume: Callable[[Request], bool], slice_ms: float) -> None:
         self._admit, self._resume = admit, resume
         self._slice_ms = slice_ms
-        self._ms_per_token = FIRST_GUESS_MS
+        self._ms_per_token = deque([FIRST_GUESS_MS], maxlen=REMEMBERED)
         self._prefill_was_last = False
         self.waiting: deque[Request] = deque()
         self.prefilling: list[Request] = []
@@ -112,7 +113,7 @@ class Scheduler:
         left = len(request.prompt) - request.settled
         if self.decoding:
             # What a slice needs is planned for IDLE_SLICE_TOKENS.
-            tokens = min(int(self._slice_ms / self._ms_per_token), IDLE_SLICE_TOKENS)
+            tokens = min(int(self._slice_ms / max(self._ms_per_token)), IDLE_SLICE_TOKENS)
         else:
             tokens = IDLE_SLICE_TOKENS
         tokens = max(GRID, tokens // GRID * GRID)
@@ -121,7 +122,6 @@ class Scheduler:
         return PrefillSlice(request, min(left, tokens, due))
 
     def prefilled(self, tokens: int, ms: float) -> None:
-        """Report how long a slice took; the next one is sized by it (cost grows with the context)."""
-        rate = ms / max(tokens, 1)
-        # Quick to believe bad news, slow to believe good news: the bound on the gap matters more than throughput.
-        self._ms_per_token = rate if rate > self._ms_per_token else 0.7 * self._ms_per_token + 0.3 * rate
+        """Report how long a slice took. The slowest of the last few sizes the next one: cost grows with the context and
+        machines stutter, and the bound on the gap matters more than throughput."""
+        self._ms_per_token.append(ms / max(tokens, 1))
