@@ -235,8 +235,12 @@ def draft_items(config: ModelConfig, drafter: DrafterConfig | None, choices: Cho
         splits = -(-d.window // SPLIT)
         ring = d.num_layers * 2 * d.num_kv_heads * d.head_dim * d.window * act  # of the slot that takes padding
         attended = n * d.block_size * splits * d.num_heads * (d.head_dim + 2) * 4
-        logits = n * (d.block_size - 1) * config.vocab_size * act
-        kept += ring + attended + logits + DRAFT_ROWS * taps * config.hidden_size * act
+        queries, kv = d.num_heads * d.head_dim, d.num_kv_heads * d.head_dim
+        coefficients = 4 * d.conv_taps * d.hidden_size // d.conv_group
+        row = 4 * d.hidden_size + coefficients + 3 * queries + 3 * kv + 3 * d.intermediate_size
+        proposed = (d.block_size - 1) * (d.hidden_size + d.selector_rank + config.vocab_size)
+        context = (taps + 2) * d.hidden_size + 2 * d.num_layers * kv
+        kept += ring + attended + (n * (d.block_size * row + proposed) + DRAFT_ROWS * context) * act
     return [Item("drafting", kept, "buffers of drafts and of what a step hands over")]
 
 

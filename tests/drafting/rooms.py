@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -65,13 +67,19 @@ class MTPRoom:
 
     def __init__(self, directory: Path, draft_ids: torch.Tensor | None = None) -> None:
         self.target = build_tiny(directory / "target", pattern="LF")
-        checkpoint = open_checkpoint(self.target)
-        self.config = checkpoint.config
-        load = Loader(checkpoint, CPU, torch.float32)
-        head = load.linear(["lm_head"]) if draft_ids is None else truncated_head(load, draft_ids, stored=False)
-        embedding = checkpoint.weight("embed_tokens")
-        self.module = MTPModule(load, self.config, embedding, head, draft_ids)
-        self.oracle = MtpOracle(self.target)
+        self.config, self.draft_ids = open_checkpoint(self.target).config, draft_ids
+        self.module = self.loaded(Loader)
+
+    def loaded(self, kind: type[Loader]) -> MTPModule:
+        """The module with the products that `kind` loads."""
+        checkpoint, ids = open_checkpoint(self.target), self.draft_ids
+        load = kind(checkpoint, CPU, torch.float32)
+        head = load.linear(["lm_head"]) if ids is None else truncated_head(load, ids, stored=False)
+        return MTPModule(load, self.config, checkpoint.weight("embed_tokens"), head, ids)
+
+    @cached_property
+    def oracle(self) -> MtpOracle:
+        return MtpOracle(self.target)
 
     def drafter(self, depth: int = 4, beam: int = 2) -> MTPDrafter:
         codec = DenseCodec(torch.float32, "float32")
@@ -97,17 +105,23 @@ class MTPRoom:
 
 
 class DFlash2Room:
-    """The DFlash2 drafter of a tiny checkpoint (window 64), and its oracle."""
+    """The DFlash2 drafter of a tiny checkpoint (window 64 unless `shape` says otherwise), and its oracle."""
 
-    def __init__(self, directory: Path) -> None:
-        target = build_tiny(directory / "target", pattern="LFLF", mtp=False)
-        where = build_tiny_drafter(directory / "drafter", target)
-        checkpoint, owner = open_checkpoint(where, "drafter"), open_checkpoint(target)
-        self.config = checkpoint.drafter_config
-        load = Loader(checkpoint, CPU, torch.float32)
-        embedding = owner.weight("embed_tokens")
-        self.model = DFlash2(load, self.config, embedding, Loader(owner, CPU, torch.float32).linear(["lm_head"]))
-        self.oracle = Dflash2Oracle(where, target)
+    def __init__(self, directory: Path, **shape: Any) -> None:
+        self.target = build_tiny(directory / "target", pattern="LFLF", mtp=False)
+        self.where = build_tiny_drafter(directory / "drafter", self.target, **shape)
+        self.config = open_checkpoint(self.where, "drafter").drafter_config
+        self.model = self.loaded(Loader)
+
+    def loaded(self, kind: type[Loader]) -> DFlash2:
+        """The drafter with the products that `kind` loads."""
+        own, target = open_checkpoint(self.where, "drafter"), open_checkpoint(self.target)
+        head = kind(target, CPU, torch.float32).linear(["lm_head"])
+        return DFlash2(kind(own, CPU, torch.float32), self.config, target.weight("embed_tokens"), head)
+
+    @cached_property
+    def oracle(self) -> Dflash2Oracle:
+        return Dflash2Oracle(self.where, self.target)
 
     def drafter(self, slots: int = 4) -> DFlash2Drafter:
         drafter = DFlash2Drafter(self.model, slots)

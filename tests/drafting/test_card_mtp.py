@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,8 +13,12 @@ import torch
 pytest.importorskip("triton")
 
 from drafting.rooms import MTPRoom, Text
+from host_products import HostLoader
+from launches import Launches
+from soloist.cache.kv import KVStore
 from soloist.drafting.card_mtp import CardMTPDrafter
-from soloist.models.card_mtp import CardMTP, Levels
+from soloist.models.card_mtp import CardMTP, Levels, Settled, Wanted
+from soloist.models.mtp import MTPModule
 from soloist.ops.triton.attention import Partials
 from soloist.sampling.params import SamplingParams
 
@@ -33,13 +38,20 @@ def room(request, tmp_path_factory) -> MTPRoom:
     return MTPRoom(tmp_path_factory.mktemp("card_mtp"), ids)
 
 
-def on_card(room: MTPRoom, depth: int = 3) -> CardMTPDrafter:
+def card_of(room: MTPRoom, module: MTPModule, depth: int, mode: str = "off") -> tuple[CardMTP, KVStore]:
+    """Whatever a launch has to write before it is read is NaN."""
     c = room.config
     partials = Partials.allocate(400, c.num_heads, c.head_dim, torch.device("cpu"))
-    for part in (partials.acc, partials.top, partials.total):
-        part.fill_(float("nan"))
     kv = room.drafter().kv
-    return CardMTPDrafter(CardMTP(room.module, kv, depth, SLOTS, PAGES, partials, "off"), kv)
+    card = CardMTP(module, kv, depth, SLOTS, PAGES, partials, mode)  # type: ignore[arg-type]
+    scratch = [getattr(card, f"_{name}") for name in ("pair", "x", "h", "delta", "z", "qkv", "q", "k", "v", "mixed")]
+    for buffer in (partials.acc, partials.top, partials.total, *scratch, card._gate_up, card._inner, card._logits):
+        buffer.fill_(float("nan"))
+    return card, kv
+
+
+def on_card(room: MTPRoom, depth: int = 3) -> CardMTPDrafter:
+    return CardMTPDrafter(*card_of(room, room.module, depth))
 
 
 def same(a, b) -> None:
@@ -136,3 +148,34 @@ def test_a_snapshot_resumes_on_the_card(room: MTPRoom) -> None:
     for d in (drafter, reference):
         d.absorb([text.part(64, 67)])
     same(*(d.propose([text.ask(67, 3)])[0] for d in (drafter, reference)))
+
+
+def test_launches_of_a_draft_and_of_settled_rows(room: MTPRoom) -> None:
+    """What a card launches, with its copies: sixteen kernels a level behind the first."""
+    card, _ = card_of(room, room.loaded(HostLoader), 3)
+    card.hidden.normal_()
+    with Launches() as settled:
+        card.settle([Settled(0, [3, 4], 1, 0, list(range(PAGES)))])
+    assert settled.total == 15, settled.names
+    drafts = {}
+    for depth in (2, 3):
+        card.depth = depth
+        with Launches() as drafts[depth]:
+            card.draft([Wanted(0, 2, list(range(PAGES)))], 1)
+    level = drafts[3].names - drafts[2].names
+    assert drafts[2].total == 22, drafts[2].names
+    assert level.total() == 16 and not any(name.startswith("torch.") for name in level), level
+
+
+def test_a_check_names_what_a_graph_left_differently(room: MTPRoom) -> None:
+    """A graph stands in that leaves nothing: the eager run, which does, is compared with it."""
+    card, _ = card_of(room, room.module, 2, "check")
+    card.hidden.normal_()
+    idle = SimpleNamespace(replay=lambda: None)
+    card.graphs._captured |= {(1,): idle, (1, 1): idle}
+    part, wanted = Settled(0, [3], 1, 0, list(range(PAGES))), Wanted(0, 1, list(range(PAGES)))
+    with pytest.raises(RuntimeError, match="captured pass over 1 settled rows differs from the eager one in keys"):
+        card.settle([part])
+    with pytest.raises(RuntimeError, match="captured draft of 1 requests by 1 differs from the eager one in cand"):
+        card.draft([wanted], 1)
+    card.settle([part])  # what stands there now is what an eager run leaves

@@ -11,8 +11,8 @@ import torch
 from soloist.drafting.dflash2 import DFlash2Drafter
 from soloist.drafting.draft import Draft
 from soloist.drafting.drafter import Ask
+from soloist.models.captured import Mode
 from soloist.models.card_dflash2 import CONTEXT, CardDFlash2
-from soloist.models.card_mtp import Mode
 from soloist.models.dflash2 import DFlash2
 
 

@@ -9,57 +9,25 @@ chosen to run next (`Levels`); which tokens are proposed is the host's to say.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import torch
 
+from soloist.models.captured import Graphs, Key, Mode, PageLines, PinnedTables
 from soloist.models.mtp import MTPModule
 from soloist.models.state import KV
-from soloist.ops.card_products import CardLinear
+from soloist.ops.card_products import W4Linear, decode
 from soloist.ops.top import width
 from soloist.ops.triton import draft, rows
 from soloist.ops.triton.attention import Partials
-from soloist.ops.triton.norms import norm
+from soloist.ops.triton.embed import Table, embed_pair
 from soloist.ops.triton.top import RowTop
 
 CANDIDATES = 64
 SETTLED = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)  # rows of a settling pass that get a graph
 BEAMS = (1, 2)
-
-Captured = dict[tuple[int, ...], torch.cuda.CUDAGraph]
-Mode = Literal["on", "off", "check"]
-
-
-class PinnedTables:
-    """int32 tables in one pinned buffer and their copy on the card; `host` are numpy views, `card` tensors."""
-
-    def __init__(self, layout: dict[str, tuple[int, ...]], device: torch.device) -> None:
-        sizes = {name: int(np.prod(shape)) for name, shape in layout.items()}
-        on_card = device.type == "cuda"
-        self._host = torch.zeros(sum(sizes.values()), dtype=torch.int32, pin_memory=on_card)
-        self._card = torch.zeros_like(self._host, device=device)
-        self._sent = torch.cuda.Event() if on_card else None
-        self.host: dict[str, np.ndarray] = {}
-        self.card: dict[str, torch.Tensor] = {}
-        at = 0
-        for name, shape in layout.items():
-            self.host[name] = self._host[at : at + sizes[name]].view(shape).numpy()
-            self.card[name] = self._card[at : at + sizes[name]].view(shape)
-            at += sizes[name]
-
-    def open(self) -> dict[str, np.ndarray]:
-        """The host side, once the card has read what was written last."""
-        if self._sent is not None:
-            self._sent.synchronize()
-        return self.host
-
-    def send(self) -> None:
-        self._card.copy_(self._host, non_blocking=True)
-        if self._sent is not None:
-            self._sent.record()
 
 
 @dataclass(frozen=True)
@@ -108,7 +76,7 @@ class CardMTP:
     def __init__(
         self, module: MTPModule, kv: KV, depth: int, slots: int, pages: int, partials: Partials, mode: Mode = "on"
     ) -> None:
-        self.module, self.depth, self.slots, self.mode = module, depth, slots, mode
+        self.module, self.depth, self.slots = module, depth, slots
         c, device = module.config, module.device
         self._planes = kv.planes["k.data"][0], kv.planes["v.data"][0]
         self._partials = partials.acc, partials.top, partials.total
@@ -131,6 +99,9 @@ class CardMTP:
                 "page_table": (r, pages),
             },
             device,
+        )
+        self._settled_pages, self._draft_pages = (
+            PageLines(tables.host["page_table"]) for tables in (self._settled, self._draft)
         )
         rows_most = max(t, most)
 
@@ -165,42 +136,31 @@ class CardMTP:
             level |= {"mask": torch.zeros_like(none["mask"]), "alive": torch.zeros(most, device=device)}
             self._paths.append(level)
         self._map = None if module.ids is None else module.ids.cpu().numpy()
-        self._graphs: Captured = {}
+        self._embedding = Table.of(module.embedding)
+        self.graphs = Graphs(device, mode, self._named, self._work, self._results_of)
 
     # -- graphs ----------------------------------------------------------------------------------------------------
 
-    @torch.inference_mode()
     def capture(self) -> None:
         """Compile and capture every bucket; a debug mode runs eagerly instead."""
-        if self.mode == "off":
-            return
-        pool = None
-        for key, work in self._works():
-            work()  # compiles what a capture must not see
-            torch.cuda.synchronize(self.module.device)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
-                work()
-            pool = pool or graph.pool()
-            self._graphs[key] = graph
+        self.graphs.capture(
+            [*((n,) for n in reversed(SETTLED)), *((n, beam) for n in reversed(self.requests) for beam in BEAMS)]
+        )
 
-    def _works(self) -> list[tuple[tuple[int, ...], Callable[[], None]]]:
-        works: list[tuple[tuple[int, ...], Callable[[], None]]] = []
-        for count in reversed(SETTLED):
-            works.append(((count,), lambda count=count: self._settling(count)))  # type: ignore[misc]
-        for requests in reversed(self.requests):
-            for beam in BEAMS:
-                works.append(((requests, beam), lambda r=requests, b=beam: self._drafting(r, b)))  # type: ignore[misc]
-        return works
+    def _named(self, key: Key) -> str:
+        return f"pass over {key[0]} settled rows" if len(key) == 1 else f"draft of {key[0]} requests by {key[1]}"
 
-    def _run(self, key: tuple[int, ...]) -> None:
-        graph = self._graphs.get(key)
-        if graph is not None:
-            graph.replay()
-        elif len(key) == 1:
+    def _work(self, key: Key) -> None:
+        if len(key) == 1:
             self._settling(key[0])
         else:
             self._drafting(*key)
+
+    def _results_of(self, key: Key) -> Mapping[str, torch.Tensor]:
+        if len(key) == 2:
+            return {"candidates and rows": self._results}
+        n = key[0]
+        return {"keys": self._k[:n], "values": self._v[:n], "outputs": self.outputs}
 
     # -- the host's side -------------------------------------------------------------------------------------------
 
@@ -228,11 +188,11 @@ class CardMTP:
             host["parts"][mine] = np.arange(entry, entry + n * splits, splits)
             entry += n * splits
             host["starts"][r], host["counts"][r], host["slots"][r], host["last"][r] = at, n, p.slot, at + n - 1
-            host["page_table"][r, : len(p.pages)] = p.pages
+            self._settled_pages.write(r, p.pages)
             at += n
         host["parts"][count:bucket] = entry
         self._settled.send()
-        self._run((bucket,))
+        self.graphs.run((bucket,))
 
     @torch.inference_mode()
     def draft(self, wanted: Sequence[Wanted], beam: int) -> Levels:
@@ -255,7 +215,7 @@ class CardMTP:
             host["parts"][mine] = np.arange(entry, entry + beam * splits, splits)
             entry += beam * splits
             host["slots"][r], host["counts"][r] = w.slot, beam
-            host["page_table"][r, : len(w.pages)] = w.pages
+            self._draft_pages.write(r, w.pages)
             row = host["settings"][r]
             row[3:6] = w.position + 1, w.top_k, w.position + 1 + w.turn
             if w.noise is not None:
@@ -264,7 +224,7 @@ class CardMTP:
             floor = np.log(w.min_p) if w.min_p > 0 else -np.inf
             numbers[r, :3] = 1.0 / w.temperature, w.top_p, floor
         self._draft.send()
-        self._run((requests, beam))
+        self.graphs.run((requests, beam))
         if self._done is not None:
             self._done.record()
             self._done.synchronize()
@@ -301,8 +261,8 @@ class CardMTP:
             scale = self.module.attention.scale
             draft.attend(q, self._planes, None, 0, mine, self._partials, qkv, mixed, scale)
 
-        z = self._rows(mine["tokens"], self.hidden[:count], mine["rotary"], k, v, attend)
-        self.outputs.index_copy_(0, table["slots"].long(), z.index_select(0, table["last"]))
+        z = self._rows(mine["tokens"], self.hidden, None, mine["rotary"], k, v, attend)
+        draft.move_rows(z, table["last"], self.outputs, table["slots"])
 
     def _drafting(self, requests: int, beam: int) -> None:
         table, n = self._draft.card, self._count
@@ -327,7 +287,7 @@ class CardMTP:
         z = self.outputs.index_select(0, table["slots"][:requests])
         for level in range(self.depth):
             logits = self._logits[: z.shape[0]]
-            _product(self.module.head, z, logits)
+            decode(self.module.head, z, logits)
             packed = results(z.shape[0], entry)
             self._top(logits, packed)
             if level + 1 == self.depth:
@@ -344,8 +304,8 @@ class CardMTP:
                 scale = self.module.attention.scale
                 draft.attend(q, self._planes, (own_k, own_v), beam, mine, self._partials, qkv, mixed, scale)
 
-            above = z.index_select(0, after["sources"][:count])
-            z = self._rows(after["tokens"][:count], above, after["rotary"][:count], own_k[level], own_v[level], attend)
+            now = {name: after[name][:count] for name in ("tokens", "sources", "rotary")}
+            z = self._rows(now["tokens"], z, now["sources"], now["rotary"], own_k[level], own_v[level], attend)
             before = after
         self._arrived[:at].copy_(self._results[:at], non_blocking=True)
 
@@ -353,38 +313,31 @@ class CardMTP:
         self,
         tokens: torch.Tensor,
         hidden: torch.Tensor,
+        sources: torch.Tensor | None,
         rotary: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
         attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None],
     ) -> torch.Tensor:
-        """One pass of the module over rows; k and v are left where they are told. Returns z [T, H], good until the
-        next pass. The steps are those of `MTPModule.forward`."""
+        """One pass of the module over rows, of which row t follows hidden[sources[t]] (hidden[t] without sources); k
+        and v are left where they are told. Returns z [T, H], good until the next pass. The steps are those of
+        `MTPModule.forward`."""
         m, c, n = self.module, self.module.config, tokens.shape[0]
         x, h, delta, z = self._x[:n], self._h[:n], self._delta[:n], self._z[:n]
-        pair, qkv, q, mixed = self._pair[:n], self._qkv[:n], self._q[:n], self._mixed[:n]
-        pair[:, 0].copy_(m.embedding.rows(tokens.long(), m.dtype))
-        pair[:, 1].copy_(hidden)
-        _product(m.fc, norm(pair, m.pre, c.eps).flatten(1), x)
+        pair, qkv, q, mixed, inner = self._pair[:n], self._qkv[:n], self._q[:n], self._mixed[:n], self._inner[:n]
+        embed_pair(self._embedding, tokens, hidden, sources, m.pre, c.eps, pair)
+        decode(m.fc, pair.flatten(1), x)
         rows.add_norm(x, None, m.norms.mixer_factor, c.eps, h)
-        _product(m.attention.qkv, h, qkv)
+        decode(m.attention.qkv, h, qkv)
         rows.qk_prepare(qkv, m.attention.factors, rotary, m.inverse, c.eps, q, k, v)
         attend(q, qkv, mixed)
-        _product(m.attention.out, mixed, delta)
+        decode(m.attention.out, mixed, delta)
         rows.add_norm(x, delta, m.norms.mlp_factor, c.eps, h)
-        if getattr(m.mlp.gate_up, "gates", False):
-            m.mlp.gate_up.gated(h, self._inner[:n], None)  # type: ignore[attr-defined]
+        if isinstance(m.mlp.gate_up, W4Linear) and m.mlp.gate_up.gates:
+            m.mlp.gate_up.gated(h, inner, None)
         else:
-            _product(m.mlp.gate_up, h, self._gate_up[:n])
-            rows.silu_mul(self._gate_up[:n], self._inner[:n])
-        _product(m.mlp.down, self._inner[:n], delta)
+            decode(m.mlp.gate_up, h, self._gate_up[:n])
+            rows.silu_mul(self._gate_up[:n], inner)
+        decode(m.mlp.down, inner, delta)
         rows.add_norm(x, delta, m.norm, c.eps, z)
         return z
-
-
-def _product(product: object, x: torch.Tensor, out: torch.Tensor) -> None:
-    """y = x W^T into `out`; off a card (kernels interpreted) with whatever product there is."""
-    if isinstance(product, CardLinear):
-        product.decode(x, out)
-    else:
-        out.copy_(product(x))  # type: ignore[operator]

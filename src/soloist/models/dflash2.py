@@ -11,7 +11,7 @@ is the drafter's own, however many rows the target verifies.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -30,23 +30,27 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 class GroupedConv:
     """Dynamic grouped causal convolution around a sublayer; the coefficients come from the sublayer's input.
 
-    Taps are kept oldest first, the order in which a window over the rows meets them.
+    Taps are kept oldest first, the order in which a window over the rows meets them. Rows of `projection` are (group,
+    tap, side), so that what one group needs lies side by side; taps are padded to a power of two, `padded`. `base` fp32
+    [2, taps, H].
     """
 
     def __init__(self, load: Loader, prefix: str, config: DrafterConfig) -> None:
         self.taps, self.group = config.conv_taps, config.conv_group
         self.groups = config.hidden_size // config.conv_group
+        self.padded = 1 << (self.taps - 1).bit_length()
         kernel = load.source.weight(f"{prefix}.kernel_projection").dequantize()
-        kernel = kernel.view(2, self.taps, self.groups, -1).flip(1).flatten(0, 2).contiguous()
-        self.projection = load.of(DenseWeight(kernel))
-        base = load.vector(f"{prefix}.base_kernel").flip(1)
-        self.base = base.view(2, 1, 1, self.taps, self.groups, self.group).contiguous()
+        kernel = kernel.view(2, self.taps, self.groups, -1).flip(1).permute(2, 1, 0, 3)
+        kernel = F.pad(kernel, (0, 0, 0, 0, 0, self.padded - self.taps))
+        self.projection = load.of(DenseWeight(kernel.flatten(0, 2).contiguous()))
+        self.base = load.vector(f"{prefix}.base_kernel").flip(1).contiguous()
 
     def coefficients(self, h: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
         """h [R * block, H] -> fp32 [R, block, taps, groups, group] for each side: before the sublayer, after it."""
-        d = self.projection(h).float().view(-1, block, 2, self.taps, self.groups, 1)
-        before, after = d.unbind(2)
-        return before + self.base[0], after + self.base[1]
+        d = self.projection(h).float().view(-1, block, self.groups, self.padded, 2, 1)[:, :, :, : self.taps]
+        before, after = d.transpose(2, 3).unbind(4)
+        base = self.base.view(2, self.taps, self.groups, self.group)
+        return before + base[0], after + base[1]
 
     def __call__(self, x: torch.Tensor, coefficients: torch.Tensor) -> torch.Tensor:
         """x [R * block, H] -> sum over taps t of coefficient[t] * x[row - t] within each block; fp32 inside."""
@@ -68,7 +72,7 @@ class BlockLayer:
         self.mlp_conv = GroupedConv(load, f"{prefix}.mlp_conv", c)
         self.qkv = load.linear([f"{prefix}.self_attn.{n}_proj" for n in "qkv"])
         self.out = load.linear([f"{prefix}.self_attn.o_proj"])
-        self.gate_up = load.linear([f"{prefix}.mlp.gate_proj", f"{prefix}.mlp.up_proj"])
+        self.gate_up = load.pair([f"{prefix}.mlp.gate_proj", f"{prefix}.mlp.up_proj"])
         self.down = load.linear([f"{prefix}.mlp.down_proj"])
         q, k = (load.factor(f"{prefix}.self_attn.{n}_norm.weight", offset=0.0) for n in "qk")
         self.qk_norm = torch.cat([q.expand(self.heads, -1), k.expand(self.kv_heads, -1)])
@@ -121,8 +125,10 @@ class DFlash2:
         self.context_kv = load.linear([f"layers.{i}.self_attn.{n}_proj" for n in "kv" for i in range(c.num_layers)])
         self.context_norm = torch.cat([layer.qk_norm[c.num_heads :] for layer in self.layers])
         self.selector = load.linear(["candidate_selector.hidden_projection"])
-        self.predecessors = load.source.tensor("candidate_selector.predecessor_codebook").to(load.device, load.dtype)
-        self.successors = load.source.tensor("candidate_selector.successor_codebook").to(load.device, load.dtype)
+        self.predecessors, self.successors = (
+            load.source.tensor(f"candidate_selector.{name}_codebook").to(load.device, load.dtype).contiguous()
+            for name in ("predecessor", "successor")
+        )
         self.inverse = inverse_frequencies(c.rope_dim, c.rope_theta, load.device)
 
     @torch.inference_mode()
@@ -167,12 +173,6 @@ class DFlash2:
 
             return sdpa
 
-        return self.rows(anchors, positions, attend)
-
-    @torch.inference_mode()
-    def rows(self, anchors: torch.Tensor, positions: torch.Tensor, attend: Callable[[int], Attend]) -> torch.Tensor:
-        """`block` with `attend(layer)` for the attention of a layer over context and block."""
-        c, block = self.config, self.config.block_size
         tokens = torch.full((anchors.numel(), block), c.mask_token_id, device=anchors.device)
         tokens[:, 0] = anchors
         rows = positions.unsqueeze(-1) + torch.arange(block, device=positions.device)
@@ -189,18 +189,11 @@ class DFlash2:
         """y [R, S, H] -> the selector's top-k token ids int64 [R, S, K] and their unary scores fp32 [R, S, K]."""
         c = self.config
         values, places = self.head(y.flatten(0, 1)).float().topk(c.selector_top_k, dim=-1)
-        return self.scored(y.shape[:2], values, places)
-
-    def scored(
-        self, shape: Sequence[int], values: torch.Tensor, places: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`candidates` from the head's best values fp32 and rows int64, [R * S, K] each; `shape` is (R, S)."""
-        c = self.config
         scores = values * c.output_multiplier
         if c.softcap > 0:
             scores = c.softcap * torch.tanh(scores / c.softcap)
         ids = places if self.ids is None else self.ids[places]
-        each = (*shape, c.selector_top_k)
+        each = (*y.shape[:2], c.selector_top_k)
         return ids.view(each), scores.view(each)
 
     @torch.inference_mode()

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from soloist.ops.aot_draft import block_calls
 from soloist.ops.aot_kvarn import kvarn_calls
 
 # Shared memory a block may have, bytes, by compute capability.
@@ -305,17 +306,14 @@ def format_calls(heads: int, kv: int, dim: int, rope: int, name: str) -> dict[st
     }  # fmt: skip
 
 
-def draft_calls(
-    heads: int, kv: int, dim: int, ring_heads: int, ring_kv: int, ring_dim: int
-) -> dict[str, Callable[[], object]]:
-    """The Triton launches of drafting at one shape: levels of an MTP draft, and a DFlash2 block over its ring."""
+def draft_calls(heads: int, kv: int, dim: int) -> dict[str, Callable[[], object]]:
+    """The Triton launches of the levels of an MTP draft at one shape."""
     from soloist.ops import top
     from soloist.ops.triton import draft
-    from soloist.ops.triton.ring import RingPartials, ring_attention
     from soloist.ops.triton.top import RowTop
 
     cpu = torch.device("cpu")
-    t, r, pages, block, window = 16, 2, 8, 8, 2048
+    t, r, pages = 16, 2, 8
 
     def half(*shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=torch.bfloat16)
@@ -340,18 +338,14 @@ def draft_calls(
         packed = index(r * paths, top.width(64))
         draft.choose(packed, ids, index(r, 8), torch.zeros(r, 4), level, level, 0, index(r * beam, 2), beam, 64)
 
-    keys = half(r, ring_kv, window, ring_dim)
-    own = half(r, block, ring_kv, ring_dim)
-    q = half(r, block, ring_heads, ring_dim)
-    ring = RingPartials.allocate(r * block, window, ring_heads, ring_dim, cpu)
     return {
         "settled rows": lambda: attend(0),
         "chain rows": lambda: attend(1),
         "tree rows": lambda: attend(2),
         "store": lambda: draft.store(half(t, kv, dim), half(t, kv, dim), planes, table),
+        "move_rows": lambda: draft.move_rows(half(t, heads * dim), index(r), half(t, heads * dim), index(r)),
         "choose a chain": lambda: choose(1, 1),
         "choose a tree": lambda: choose(2, 2),
-        "ring": lambda: ring_attention(q, own, own, keys, keys, index(r), index(r), index(r), ring, False),
         "top 64": lambda: RowTop(t, 40960, 64, cpu, stats=False)(half(t, 40960), index(t, top.width(64))),
     }
 
@@ -364,7 +358,9 @@ def all_calls() -> dict[str, Callable[[], object]]:
         "demo": (256, 768, 4, 2, 64, 16, 2, 4, 32, torch.float32),
     }
     calls = {f"{op}, {at}": call for at, shape in shapes.items() for op, call in step_calls(*shape).items()}
-    calls |= {f"{op}, 27B": call for op, call in draft_calls(24, 4, 256, 32, 8, 128).items()}
+    calls |= {f"{op}, 27B": call for op, call in draft_calls(24, 4, 256).items()}
+    for at, drafter in {"27B": (5120, 32, 8, 128, 2, 256, 248320, 8), "demo": (384, 6, 2, 64, 4, 64, 16384, 0)}.items():
+        calls |= {f"{op}, {at} block": call for op, call in block_calls(*drafter).items()}
     for name in FORMATS:
         for at, shape in {"27B": (24, 4, 256, 64), "demo": (4, 2, 64, 16)}.items():
             calls |= {f"{op}, {at}, {name}": call for op, call in format_calls(*shape, name).items()}

@@ -182,6 +182,14 @@ def card_linear(weight: Weight, device: torch.device, dtype: torch.dtype) -> Car
     raise ValueError(f"no product takes a weight of {weight.shape}: {'; '.join(reasons)}")
 
 
+def decode(product: Linear, x: torch.Tensor, out: torch.Tensor) -> None:
+    """out [T, N] = x W^T with a step's kernel; off a card (kernels interpreted) with whatever product there is."""
+    if isinstance(product, CardLinear):
+        product.decode(x, out)
+    else:
+        out.copy_(product(x))
+
+
 def stack_quantized(weights: list[Weight]) -> QuantizedWeight | None:
     """Rows of several quantised weights of one form as one weight, or None if their forms differ."""
     first = weights[0]

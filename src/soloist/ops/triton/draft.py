@@ -19,7 +19,8 @@ from soloist.ops.triton import pdl
 
 PAGE = 64
 SPLIT = 256
-TILE = 16  # query rows of a program
+TILE = 16  # query rows of a program; with 32 the registers spill and fewer programs stand on a multiprocessor
+MERGED = 32  # partial results of a row on their way at a time
 OWN = 16  # rows a request's running draft may have
 
 
@@ -144,9 +145,8 @@ def attend(
     pages = table["page_table"]
     requests, stride = pages.shape
     splits = triton.cdiv(stride * PAGE, SPLIT)
-    tiles = triton.cdiv(rows * (heads // kv), TILE)
-    if own is not None:
-        tiles = triton.cdiv(beam * (heads // kv), TILE)
+    # A pass over settled rows may give all of them to one request, a level has `beam` of each.
+    tiles = triton.cdiv((rows if own is None else beam) * (heads // kv), TILE)
     acc, top, total = partials
     own_k, own_v = own or planes
     level_rows = own_k.shape[1] if own is not None else 0
@@ -158,8 +158,8 @@ def attend(
         **pdl.launch(on),
     )  # fmt: skip
     _merge[(rows, heads)](
-        acc, top, total, table["parts"], table["sees"], qkv, out, qkv.stride(0), heads, dim, SPLIT, 8, PDL=on,
-        num_warps=2, **pdl.launch(on),
+        acc, top, total, table["parts"], table["sees"], qkv, out, qkv.stride(0), heads, dim, SPLIT, MERGED,
+        PDL=on, num_warps=4, **pdl.launch(on),
     )  # fmt: skip
 
 
@@ -195,6 +195,29 @@ def store(
         k_rows, v_rows, *planes, table["page_table"], table["request"], table["sees"], table["page_table"].stride(0),
         kv * dim, block, PAGE, PDL=on, num_warps=4, **pdl.launch(on),
     )  # fmt: skip
+
+
+@triton.jit
+def _move_rows(source, taken, target, put, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    pdl.begin(PDL)
+    line = tl.program_id(0)
+    cols = tl.arange(0, BLOCK)
+    inside = cols < width
+    row, to = tl.load(taken + line).to(tl.int64), tl.load(put + line).to(tl.int64)
+    tl.store(target + to * width + cols, tl.load(source + row * width + cols, mask=inside), mask=inside)
+
+
+def move_rows(source: torch.Tensor, taken: torch.Tensor, target: torch.Tensor, put: torch.Tensor) -> None:
+    """target[put[r]] = source[taken[r]] for every r; of lines put to one place, any one stays.
+
+    source [T, H], target [n, H]; taken, put int [R].
+    """
+    width = source.shape[1]
+    assert source.is_contiguous() and target.is_contiguous() and target.shape[1] == width
+    on = pdl.dependent(source)
+    _move_rows[(put.numel(),)](
+        source, taken, target, put, width, triton.next_power_of_2(width), PDL=on, num_warps=8, **pdl.launch(on)
+    )
 
 
 @triton.jit
