@@ -8,8 +8,7 @@ from dataclasses import replace
 import pytest
 from typer.testing import CliRunner
 
-from soloist.bench.synthetic import qwen38_27b
-from soloist.checkpoint.config import DrafterConfig
+from soloist.bench.synthetic import dflash2_27b, qwen38_27b
 from soloist.cli import app
 from soloist.commands.plan import parse_size
 from soloist.errors import SettingError
@@ -20,31 +19,7 @@ HIDDEN, FFN, VOCAB = 5120, 17408, 248_320
 QUANTISED, KEPT = 24_326_963_200, 26_238_464
 
 BIG = qwen38_27b()
-DRAFTER = DrafterConfig(
-    hidden_size=HIDDEN,
-    num_layers=5,
-    intermediate_size=FFN,
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
-    rope_dim=128,
-    rope_theta=1e7,
-    vocab_size=VOCAB,
-    eps=1e-6,
-    window=2048,
-    causal=False,
-    block_size=8,
-    mask_token_id=248_070,
-    tap_layers=(5, 19, 33, 47, 61),
-    conv_taps=2,
-    conv_group=16,
-    selector_rank=256,
-    selector_top_k=16,
-    embedding_scale=1.0,
-    output_multiplier=1.0,
-    softcap=0.0,
-    quantization=None,
-)
+DRAFTER = dflash2_27b(BIG)
 
 
 def _grouped(parameters: int, bits: int) -> int:

@@ -20,10 +20,20 @@ def test_expandable_inside_and_ordinary_behind(
 ) -> None:
     said: list[str] = []
     monkeypatch.setattr(segments, "_setting", lambda: said.append)
+    monkeypatch.setattr(segments, "_why_not", lambda device: None)
     with pytest.raises(KeyError), segments.side_by_side(torch.device(device), environ):
         assert said == told[:1]
         raise KeyError
     assert said == told
+
+
+def test_ordinary_ones_where_none_can_be_had(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(segments, "_setting", lambda: said.append)
+    monkeypatch.setattr(torch, "zeros", lambda *a, **k: (_ for _ in ()).throw(RuntimeError("operation not supported")))
+    with caplog.at_level("INFO"), segments.side_by_side(torch.device("cuda"), {}):
+        assert said == ["expandable_segments:True", "expandable_segments:False"]
+    assert "operation not supported" in caplog.text
 
 
 def test_torch_can_be_told() -> None:

@@ -21,12 +21,18 @@ import torch
 
 from soloist.bench.device_clock import median_seconds
 from soloist.bench.machine import machine, versions
-from soloist.bench.synthetic import SHAPES, SyntheticSource
+from soloist.bench.synthetic import (
+    DRAFT_ROWS,
+    SHAPES,
+    SyntheticDFlash2,
+    SyntheticMTP,
+    SyntheticSource,
+    dflash2_27b,
+)
 from soloist.cache.codecs import token_codec
 from soloist.cache.kv import KVStore
 from soloist.cache.pages import PAGE, PageAllocator
 from soloist.cache.recurrent import RecurrentState, StateShapes
-from soloist.checkpoint.config import DrafterConfig, ModelConfig
 from soloist.drafting.block_length import SaturatedConfig, SaturatedRule
 from soloist.drafting.dflash2 import DFlash2Drafter
 from soloist.drafting.drafter import Drafter
@@ -43,7 +49,6 @@ from soloist.engine.speculator import SpeculationConfig, Speculator
 from soloist.models.card_loader import CardLoader
 from soloist.models.dflash2 import DFlash2
 from soloist.models.mtp import MTPModule, truncated_head
-from soloist.ops.linear import DenseWeight, Weight
 from soloist.ops.top import Heads
 from soloist.sampling.history import History
 from soloist.sampling.params import SamplingParams
@@ -52,83 +57,7 @@ from soloist.sampling.rng import Noise, Stream
 from soloist.sampling.rows import LogitRows
 from soloist.sampling.verify import Mode, Verdict
 
-DRAFT_ROWS = 40960
 CARD = torch.device("cuda")
-
-
-class SyntheticMTP(SyntheticSource):
-    """An MTP module and its truncated head."""
-
-    def _shape(self, module: str) -> tuple[int, int]:
-        width = self.config.hidden_size
-        own = {"mtp.fc": (width, 2 * width), "mtp.draft_lm_head": (DRAFT_ROWS, width)}
-        return own.get(module) or super()._shape(module)
-
-
-class SyntheticDFlash2:
-    """A DFlash2 drafter of the published shape: 4-bit layers, the rest in 16 bits."""
-
-    def __init__(self, config: DrafterConfig, device: torch.device) -> None:
-        self.config, self.device = config, device
-
-    def weight(self, module: str) -> Weight:
-        c = self.config
-        heads, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-        n, k = {
-            "fc": (c.hidden_size, len(c.tap_layers) * c.hidden_size),
-            "q_proj": (heads, c.hidden_size),
-            "k_proj": (kv, c.hidden_size),
-            "v_proj": (kv, c.hidden_size),
-            "o_proj": (c.hidden_size, heads),
-            "gate_proj": (c.intermediate_size, c.hidden_size),
-            "up_proj": (c.intermediate_size, c.hidden_size),
-            "down_proj": (c.hidden_size, c.intermediate_size),
-            "kernel_projection": (2 * c.conv_taps * c.hidden_size // c.conv_group, c.hidden_size),
-            "hidden_projection": (c.selector_rank, c.hidden_size),
-        }[module.rsplit(".", 1)[-1]]
-        if module.endswith("projection"):
-            return DenseWeight(torch.randn(n, k, device=self.device, dtype=torch.bfloat16) * k**-0.5)
-        return SyntheticSource.quantized(n, k, self.device)
-
-    def tensor(self, name: str) -> torch.Tensor:
-        c = self.config
-        if name.endswith("codebook"):
-            return torch.randn(c.vocab_size, c.selector_rank, device=self.device, dtype=torch.bfloat16)
-        if name.endswith("base_kernel"):
-            base = torch.zeros(2, c.conv_taps, c.hidden_size, device=self.device)
-            base[:, 0] = 1.0
-            return base
-        return torch.ones(c.head_dim if name.endswith(("q_norm.weight", "k_norm.weight")) else c.hidden_size)
-
-
-def dflash2_config(c: ModelConfig) -> DrafterConfig:
-    """The published 27B drafter, with its taps spread over the layers there are."""
-    taps = tuple(round((i + 0.5) * c.num_layers / 5) for i in range(5))
-    return DrafterConfig(
-        hidden_size=c.hidden_size,
-        num_layers=5,
-        intermediate_size=17408,
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=128,
-        rope_dim=128,
-        rope_theta=1e7,
-        vocab_size=c.vocab_size,
-        eps=1e-6,
-        window=2048,
-        causal=False,
-        block_size=8,
-        mask_token_id=c.vocab_size - 1,
-        tap_layers=taps,
-        conv_taps=2,
-        conv_group=16,
-        selector_rank=256,
-        selector_top_k=16,
-        embedding_scale=1.0,
-        output_multiplier=1.0,
-        softcap=0.0,
-        quantization=None,
-    )
 
 
 @dataclass(frozen=True)
@@ -180,7 +109,7 @@ class Loop:
     def __init__(self, shape: str, layers: int, most: int, context: int, vocab_rows: int = DRAFT_ROWS) -> None:
         self.config = SHAPES[shape](layers)
         c = self.config
-        self.drafter_config = dflash2_config(c)
+        self.drafter_config = dflash2_27b(c)
         self.pages = -(-(context + 2048) // PAGE)
         pool = most * self.pages
         self.model = GraphedModel(CardLoader(SyntheticSource(c, CARD), CARD, torch.bfloat16), c)

@@ -2,9 +2,10 @@
 
 Writes a random model directory of a named shape once (`synthetic_dir.py`), gives this process a share of the card as
 large as a smaller card, and builds the engine as `soloist serve` does. Each case runs in a process of its own: phases
-of the start-up, the plan's bytes against the allocator's, then as many residents as the plan promises, all at once,
-and every byte the allocator had to fetch from the driver after the boot, with the place that asked. One JSON document
-last; a resident that did not run or a plan that is off by more than 1 % ends with exit code 1.
+of the start-up and the kernels compiled in it, the plan's bytes against the allocator's, then as many residents as the
+plan promises, all at once. Cases that are not about time also name every byte (`ledger.py`) and every byte fetched
+after the boot. The first case finds no kernel compiled, the others find what it left. One JSON document last; a
+resident that did not run or a plan that is off by more than 1 % ends with exit code 1.
 """
 
 from __future__ import annotations
@@ -18,13 +19,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from soloist.bench import ledger
+from soloist.bench.compilations import Compilations
 from soloist.bench.machine import machine, versions
 from soloist.bench.synthetic import SHAPES
 from soloist.bench.synthetic_dir import synthetic_directory
@@ -36,23 +38,29 @@ CARD, OTHERS = 24 << 30, int(0.3 * (1 << 30))
 
 @dataclass(frozen=True)
 class Case:
-    """An engine of these knobs, then `residents` prompts of `context` tokens at once, `tokens` answered by each."""
+    """An engine of these knobs, then `residents` prompts of `context` tokens at once, `tokens` answered by each.
+
+    `names`: every byte is named, which slows the start a little.
+    """
 
     name: str
     knobs: dict[str, str]
     residents: int = 0
     context: int = 0
     tokens: int = 24
+    names: bool = True
 
 
 def cases() -> dict[str, Case]:
-    """What the plan promises for 24 GiB, and a second start with every kernel known."""
+    """A start with no kernel known and starts with all of them; what the plan promises for 24 GiB."""
     dflash, mtp = {"spec": "dflash2"}, {"spec": "mtp"}
     table = [
+        Case("cold-start", dflash | {"kv_format": "fp8"}, names=False),
+        Case("warm-start", dflash | {"kv_format": "fp8"}, names=False),
+        Case("mtp-start", mtp | {"kv_format": "fp8"}, names=False),
         Case("bf16-residents", dflash | {"kv_format": "bf16"}, 8, 11_000),
         Case("fp8-residents", dflash | {"kv_format": "fp8"}, 8, 16_000),
         Case("int8-residents", dflash | {"kv_format": "int8"}, 8, 16_000),
-        Case("mtp-warm-start", mtp | {"kv_format": "bf16"}, 1, 1000),
         Case("bf16-full-context", dflash | {"kv_format": "bf16"}, 1, 0),
         Case("fp8-full-context", dflash | {"kv_format": "fp8"}, 1, 0),
     ]
@@ -88,32 +96,6 @@ class _Asked:
                 return count
 
 
-def _held(device: torch.device) -> dict[str, int]:
-    """Bytes: what torch has in use and from the driver, how often it asked, and what the card holds beside that."""
-    stats = torch.cuda.memory_stats(device)
-    free, total = torch.cuda.mem_get_info(device)
-    return {
-        "allocated": stats["allocated_bytes.all.current"],
-        "peak": stats["allocated_bytes.all.peak"],
-        "reserved": stats["reserved_bytes.all.current"],
-        "segments": stats["segment.all.allocated"],
-        "outside": total - free - stats["reserved_bytes.all.current"],
-    }
-
-
-def _fetched() -> list[str]:
-    """Places of this program that made the allocator ask the driver for memory since recording began, with bytes."""
-    found: Counter[str] = Counter()
-    for trace in torch.cuda.memory._snapshot()["device_traces"]:
-        for event in trace:
-            if event["action"] != "segment_alloc":
-                continue
-            own = [f for f in event.get("frames", ()) if "/soloist/" in f["filename"]]
-            names = [f"{f['filename'].rsplit('/soloist/', 1)[1]}:{f['line']}" for f in own[:3]]
-            found[" < ".join(names)] += event["size"]
-    return [f"{size} B: {place}" for place, size in found.most_common()]
-
-
 def run_case(case: Case, directory: Path, card: int, used: int) -> dict[str, Any]:
     """Build, compare, fill. The process's share of the card is what a card of `card` bytes would leave it."""
     from soloist import planner
@@ -123,6 +105,10 @@ def run_case(case: Case, directory: Path, card: int, used: int) -> dict[str, Any
     from soloist.settings import resolve
 
     device = torch.device("cuda")
+    kernels = Compilations()
+    kernels.watch()
+    if case.names:
+        ledger.record()
     share = card - used - planner.DRIVER - planner.CONTEXT
     torch.cuda.set_per_process_memory_fraction(share / torch.cuda.mem_get_info(device)[1])
     settings = resolve({"model": str(directory), "session_dir": "none", **case.knobs}, {}, {})
@@ -135,22 +121,24 @@ def run_case(case: Case, directory: Path, card: int, used: int) -> dict[str, Any
     )  # fmt: skip
     marks = [("import and headers", time.perf_counter() - STARTED)]
 
+    begun = ["open"]
+
     def progress(what: str, done: int, total: int) -> None:
-        if what == "graphs":  # said before the first capture
-            marks.append(("head, checks, pool", time.perf_counter() - STARTED))
-        elif done == total:
-            marks.append((f"{what} loaded", time.perf_counter() - STARTED))
+        """A part ends where the next one is first heard of."""
+        if what != begun[-1]:
+            marks.append((begun[-1], time.perf_counter() - STARTED))
+            begun.append(what)
 
     engine = build_engine(settings, progress)
-    marks.append(("captures, drafter, warm prompt", time.perf_counter() - STARTED))
-    booted = _held(device)
+    marks.append((begun[-1], time.perf_counter() - STARTED))
+    booted = ledger.held(device)
+    at_boot = kernels.report()
     greeting = _Asked(engine, 64, 8, 0)
     greeting.take("first")
     marks.append(("first token", time.perf_counter() - STARTED))
     greeting.take("end")
-    served = _held(device)
+    served = ledger.held(device)
     torch.cuda.reset_peak_memory_stats(device)
-    torch.cuda.memory._record_memory_history(context="alloc", stacks="python", max_entries=200_000)
     record: dict[str, Any] = {
         "case": asdict(case),
         "plan": {"pool_tokens": plan.pool_tokens, "items": {i.name: i.nbytes for i in plan.items}},
@@ -160,16 +148,25 @@ def run_case(case: Case, directory: Path, card: int, used: int) -> dict[str, Any
         "first_token_s": round(marks[-1][1], 2),
         "booted": booted,
         "first_answer": served,
+        "kernels_at_boot": at_boot,
+        "kernels_at_first_answer": kernels.report(),
         "knobs": dict(engine.status().knobs),
         "degraded": list(engine.status().degraded),
     }
+    since = 0
+    if case.names:
+        snapshot = torch.cuda.memory._snapshot()
+        since = ledger.events(snapshot)
+        record["bytes"] = ledger.named(snapshot)
     # What is known so far counts even where the rest does not come to its end.
     print(MARK + json.dumps(record | {"plan_error": 0.0, "ok": False, "error": "not filled in time"}), flush=True)
     if case.residents:
         context = case.context or engine.max_len - case.tokens - 1
         record["filled"] = _fill(engine, case, context, device)
-    record["later"] = _held(device)
-    record["fetched_after_first_answer"] = _fetched()
+    record["later"] = ledger.held(device)
+    record["kernels_later"] = kernels.report()
+    if case.names:
+        record["fetched_after_first_answer"] = ledger.fetched(torch.cuda.memory._snapshot(), since)
     engine.close()
     off = record["pool_tokens"] / plan.pool_tokens - 1
     record["plan_error"] = round(off, 4)

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import torch
 
-from soloist.checkpoint.config import ModelConfig
+from soloist.checkpoint.config import DrafterConfig, ModelConfig
 from soloist.ops.linear import DenseWeight, QuantizedWeight, Weight
 
 GROUP = 128
+DRAFT_ROWS = 40960  # of a truncated head
 
 
 def qwen38_27b(layers: int = 64) -> ModelConfig:
@@ -43,6 +44,36 @@ def qwen38_27b(layers: int = 64) -> ModelConfig:
         dtype="bfloat16",
         quantization=None,
         vision=None,
+    )
+
+
+def dflash2_27b(c: ModelConfig) -> DrafterConfig:
+    """The published DFlash2 drafter of the 27B, for a target of these widths; its taps are spread over the layers."""
+    taps = tuple(min(round((i + 0.5) * c.num_layers / 5), c.num_layers - 1) for i in range(5))
+    return DrafterConfig(
+        hidden_size=c.hidden_size,
+        num_layers=5,
+        intermediate_size=c.intermediate_size,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        rope_dim=128,
+        rope_theta=c.rope_theta,
+        vocab_size=c.vocab_size,
+        eps=1e-6,
+        window=2048,
+        causal=False,
+        block_size=8,
+        mask_token_id=c.vocab_size - 1,
+        tap_layers=taps,
+        conv_taps=2,
+        conv_group=16,
+        selector_rank=256,
+        selector_top_k=16,
+        embedding_scale=1.0,
+        output_multiplier=1.0,
+        softcap=0.0,
+        quantization=None,
     )
 
 
@@ -105,3 +136,48 @@ class SyntheticSource:
         }
         shape = next((s for end, s in sizes.items() if name.endswith(end)), (c.hidden_size,))
         return torch.randn(shape, device=self.device) * 0.1
+
+
+class SyntheticMTP(SyntheticSource):
+    """An MTP module and its truncated head."""
+
+    def _shape(self, module: str) -> tuple[int, int]:
+        width = self.config.hidden_size
+        own = {"mtp.fc": (width, 2 * width), "mtp.draft_lm_head": (DRAFT_ROWS, width)}
+        return own.get(module) or super()._shape(module)
+
+
+class SyntheticDFlash2:
+    """A DFlash2 drafter of the published shape: 4-bit layers, the rest in 16 bits."""
+
+    def __init__(self, config: DrafterConfig, device: torch.device) -> None:
+        self.config, self.device = config, device
+
+    def weight(self, module: str) -> Weight:
+        c = self.config
+        heads, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+        n, k = {
+            "fc": (c.hidden_size, len(c.tap_layers) * c.hidden_size),
+            "q_proj": (heads, c.hidden_size),
+            "k_proj": (kv, c.hidden_size),
+            "v_proj": (kv, c.hidden_size),
+            "o_proj": (c.hidden_size, heads),
+            "gate_proj": (c.intermediate_size, c.hidden_size),
+            "up_proj": (c.intermediate_size, c.hidden_size),
+            "down_proj": (c.hidden_size, c.intermediate_size),
+            "kernel_projection": (2 * c.conv_taps * c.hidden_size // c.conv_group, c.hidden_size),
+            "hidden_projection": (c.selector_rank, c.hidden_size),
+        }[module.rsplit(".", 1)[-1]]
+        if module.endswith("projection"):
+            return DenseWeight(torch.randn(n, k, device=self.device, dtype=torch.bfloat16) * k**-0.5)
+        return SyntheticSource.quantized(n, k, self.device)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        c = self.config
+        if name.endswith("codebook"):
+            return torch.randn(c.vocab_size, c.selector_rank, device=self.device, dtype=torch.bfloat16)
+        if name.endswith("base_kernel"):
+            base = torch.zeros(2, c.conv_taps, c.hidden_size, device=self.device)
+            base[:, 0] = 1.0
+            return base
+        return torch.ones(c.head_dim if name.endswith(("q_norm.weight", "k_norm.weight")) else c.hidden_size)

@@ -17,12 +17,11 @@ from typing import Any
 import torch
 
 from soloist import demo
-from soloist.bench.synthetic import GROUP, SHAPES
+from soloist.bench.synthetic import DRAFT_ROWS, GROUP, SHAPES, dflash2_27b
 from soloist.checkpoint.config import DrafterConfig, ModelConfig, read_drafter_config, read_model_config
 from soloist.checkpoint.layout import Layout, drafter_layout, merged, mtp_layout, target_layout
 from soloist.checkpoint.writer import OutTensor, header_bytes, index_text, tensor_bytes, write_text_atomic
 
-DRAFT_ROWS = 40960
 DENSE = ("in_proj_b", "in_proj_a", "kernel_projection", "hidden_projection")
 NOISE = 1 << 24  # bytes of codes before they repeat
 FILE_BYTES = 2 << 30
@@ -62,39 +61,37 @@ def target_json(c: ModelConfig) -> dict[str, Any]:
     }
 
 
-def drafter_json(
-    c: ModelConfig, layers: int = 5, heads: int = 32, kv_heads: int = 8, head_dim: int = 128
-) -> dict[str, Any]:
-    """config.json of the published DFlash2 drafter, its taps spread over the layers there are."""
+def drafter_json(d: DrafterConfig, target_layers: int) -> dict[str, Any]:
+    """config.json of a DFlash2 drafter."""
     return {
         "architectures": ["DFlash2DraftModel"],
         "model_type": "qwen3",
         "dtype": "bfloat16",
         "hidden_act": "silu",
-        "rms_norm_eps": 1e-6,
-        "hidden_size": c.hidden_size,
-        "intermediate_size": c.intermediate_size,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": head_dim,
-        "vocab_size": c.vocab_size,
-        "block_size": 8,
-        "layer_types": ["sliding_attention"] * layers,
+        "rms_norm_eps": d.eps,
+        "hidden_size": d.hidden_size,
+        "intermediate_size": d.intermediate_size,
+        "num_hidden_layers": d.num_layers,
+        "num_attention_heads": d.num_heads,
+        "num_key_value_heads": d.num_kv_heads,
+        "head_dim": d.head_dim,
+        "vocab_size": d.vocab_size,
+        "block_size": d.block_size,
+        "layer_types": ["sliding_attention"] * d.num_layers,
         "use_sliding_window": True,
-        "sliding_window": 2048,
-        "rope_parameters": {"rope_type": "default", "rope_theta": c.rope_theta},
-        "rope_theta": c.rope_theta,
-        "num_target_layers": c.num_layers,
-        "target_hidden_size": c.hidden_size,
+        "sliding_window": d.window,
+        "rope_parameters": {"rope_type": "default", "rope_theta": d.rope_theta},
+        "rope_theta": d.rope_theta,
+        "num_target_layers": target_layers,
+        "target_hidden_size": d.hidden_size,
         "dflash_config": {
-            "target_layer_ids": [min(round((i + 0.5) * c.num_layers / 5), c.num_layers - 1) for i in range(5)],
-            "mask_token_id": c.vocab_size - 1,
-            "conv_kernel_size": 2,
-            "conv_group_size": 16,
-            "selector_rank": 256,
-            "selector_top_k": 16,
-            "causal": False,
+            "target_layer_ids": list(d.tap_layers),
+            "mask_token_id": d.mask_token_id,
+            "conv_kernel_size": d.conv_taps,
+            "conv_group_size": d.conv_group,
+            "selector_rank": d.selector_rank,
+            "selector_top_k": d.selector_top_k,
+            "causal": d.causal,
             "use_aux_hidden_state": True,
             "sample_from_anchor": False,
         },
@@ -187,10 +184,8 @@ def _config(out: Path, text: Mapping[str, Any]) -> None:
     write_text_atomic(out / "config.json", json.dumps({**text, "quantization_config": quantization}, indent=1))
 
 
-def write_synthetic(
-    out: Path, config: ModelConfig, drafter: Mapping[str, Any] | None = None, hollow: bool = False
-) -> None:
-    """Write a target with its MTP module, a draft head and a DFlash2 drafter (`drafter_json` by default).
+def write_synthetic(out: Path, config: ModelConfig, drafter: DrafterConfig | None = None, hollow: bool = False) -> None:
+    """Write a target with its MTP module, a draft head and a DFlash2 drafter (default: the 27B's).
 
     `hollow`: files of the right size with headers and holes, for what reads headers only. A 27B takes a megabyte.
     """
@@ -204,7 +199,7 @@ def write_synthetic(
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(demo.path() / name, out / name)
     inside = out / "dflash2"
-    _config(inside, drafter or drafter_json(config))
+    _config(inside, drafter_json(drafter or dflash2_27b(config), config.num_layers))
     found: DrafterConfig = read_drafter_config(inside)
     _write(inside, drafter_layout(found), False, hollow=hollow)
 

@@ -38,12 +38,12 @@ from soloist.ops.cuda.nvrtc import keep_cubins
 from soloist.ops.numerics import digest, fingerprint
 from soloist.ops.products import candidates
 from soloist.planner import MAX_ROWS, Choices
+from soloist.progress import Progress, silent
 from soloist.settings import KNOBS, Settings
 
 if TYPE_CHECKING:
     from soloist.models.card import CardShapes
 
-Progress = Callable[[str, int, int], None]
 Check = Callable[[str, Callable[[], list[str]]], list[str]]
 log = logging.getLogger("soloist.engine")
 
@@ -133,17 +133,19 @@ def equip(
     pages, max_len = size_pool(settings, checkpoint, chosen, device)
     with side_by_side(device):
         memory = _memory(settings, checkpoint, device, dtype, chosen, pages, max_len)
+    say = progress or silent
     if device.type == "cuda":
         from soloist.engine.graphs import GraphedModel
 
         assert isinstance(model, GraphedModel)
         shapes = card_shapes(settings.max_seqs, settings.verify_rows, pages_for(max_len), pages)
         model.prepare(shapes, memory.kv, memory.state, tap_layers(settings, checkpoint))
-        if progress:
-            progress("graphs", 0, 1)
+        say("graphs", 0, 1)
         model.capture()
+    say("drafter", 0, 1)
     speculation = build_speculation(settings, checkpoint, model, memory)
     if device.type == "cuda":
+        say("first prompt", 0, 1)
         warm_prompt(model, memory, speculation.taps)
     return memory, speculation, max_len
 
@@ -205,7 +207,10 @@ def load_on_card(
     with side_by_side(device):
         model = GraphedModel(CardLoader(checkpoint, device, dtype), checkpoint.config, follow)
     model.mode = settings.graphs
+    say = progress or silent
+    say("kernels", 0, 1)
     ready()
+    say("checks", 0, 1)
     prints = fingerprint(device, dtype, state_dtype, model.product) | card_prints()
     prints["model"] = checkpoint.fingerprint()
 

@@ -8,12 +8,16 @@ pools had faults with expandable ones in some versions of torch.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
 
+log = logging.getLogger("soloist.engine")
+
+PROBE = 4 << 20  # bytes
 # Whoever sets one of these has configured the allocator; it is left alone then.
 CONFIGURED = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
@@ -32,6 +36,20 @@ def side_by_side(device: torch.device, environ: Mapping[str, str] = os.environ) 
     choose = _setting()
     choose("expandable_segments:True")
     try:
+        reason = _why_not(device)
+        if reason is not None:
+            log.info("weights and pool are taken in whole pieces: %s", reason)
+            choose("expandable_segments:False")
         yield
     finally:
         choose("expandable_segments:False")
+
+
+def _why_not(device: torch.device) -> str | None:
+    """Why a tensor cannot be had from an expandable segment here (a driver or a container without them), or None."""
+    try:
+        torch.zeros(PROBE, dtype=torch.uint8, device=device)
+        torch.cuda.synchronize(device)
+    except RuntimeError as error:
+        return str(error).splitlines()[0]
+    return None
