@@ -2,7 +2,7 @@
 
     python tests/engine/asked.py DIRECTORY ARCH [knob=value ...]
 
-A process of its own: nothing is compiled or interpreted here, launches are only taken down. The model and the MTP
+A process of its own: nothing is compiled or interpreted here, launches are only taken down. The model and its
 drafter are put together by hand over tensors with bytes, and requests come in other numbers and lengths than the
 rehearsal's. The last line counts both sides.
 """
@@ -21,15 +21,18 @@ from triton.runtime.jit import JITFunction
 
 from soloist.cache.codecs import DenseCodec
 from soloist.cache.kv import KVStore
-from soloist.cache.pages import PageAllocator
+from soloist.cache.pages import PAGE, PageAllocator
 from soloist.cache.prefix import Match
 from soloist.cache.recurrent import RecurrentState, StateShapes
 from soloist.cache.tiles import make_store
 from soloist.checkpoint.reader import Checkpoint, open_checkpoint
 from soloist.drafting.block_length import SaturatedConfig, SaturatedRule
+from soloist.drafting.card_dflash2 import CardDFlash2Drafter
 from soloist.drafting.card_mtp import CardMTPDrafter
+from soloist.drafting.drafter import Drafter
 from soloist.engine.build import card_shapes
 from soloist.engine.capacity import choices
+from soloist.engine.drafters import tap_layers
 from soloist.engine.memory import Memory
 from soloist.engine.rehearsal import rehearse
 from soloist.engine.request import Phase, Request
@@ -39,6 +42,7 @@ from soloist.engine.speculator import SpeculationConfig, Speculator
 from soloist.models.card import CardModel
 from soloist.models.card_loader import CardLoader
 from soloist.models.card_mtp import CardMTP
+from soloist.models.dflash2 import DFlash2
 from soloist.models.mtp import MTPModule
 from soloist.ops.aot import SHARED_LIMIT, Target
 from soloist.ops.card_products import DenseLinear
@@ -55,6 +59,10 @@ PAGES = 40
 class HostLoader(CardLoader):
     """The card's 16-bit products, on the host."""
 
+    def __init__(self, source, device, dtype) -> None:
+        super().__init__(source, device, dtype)
+        self.make = DenseLinear
+
     def linear(self, modules, pad: int = 1) -> DenseLinear:
         return DenseLinear(stack_dense([self.source.weight(m) for m in modules], pad), HOST, DTYPE)
 
@@ -70,18 +78,27 @@ def built(settings: Settings, checkpoint: Checkpoint) -> tuple[CardModel, Memory
         head_dim=c.head_dim, pages=PAGES, slots=settings.max_seqs, dtype=DTYPE, device=HOST,
     )  # fmt: skip
     state = RecurrentState(StateShapes.of(c), settings.max_seqs, torch.float32, DTYPE, HOST)
-    memory = Memory(kv, state, PageAllocator(PAGES, 1), reserve=64)
+    memory = Memory(kv, state, PageAllocator(PAGES, kv.tile // PAGE), reserve=64)
     shapes = card_shapes(settings.max_seqs, settings.verify_rows, PAGES - 1, PAGES)
-    model.prepare(shapes, kv, state, ())
+    model.prepare(shapes, kv, state, tap_layers(settings, checkpoint))
+    rule = SaturatedConfig(settings.draft_tokens, settings.verify_rows - 1, True, 3, 0)
+    config = SpeculationConfig(None, settings.tree, settings.draft_tokens, 15, True, lambda: SaturatedRule(rule))
+    return model, memory, Speculator(drafter(settings, checkpoint, model, shapes.pages), config)
+
+
+def drafter(settings: Settings, checkpoint: Checkpoint, model: CardModel, pages: int) -> Drafter:
+    c = checkpoint.config
+    if settings.spec == "dflash2":
+        source = open_checkpoint(checkpoint.directory / "dflash2", "drafter")
+        block = DFlash2(HostLoader(source, HOST, DTYPE), source.drafter_config, model.embedding, model.head)
+        return CardDFlash2Drafter(block, settings.max_seqs, "off")
     module = MTPModule(HostLoader(checkpoint, HOST, DTYPE), c, model.embedding, model.head)
     drafts = KVStore(
         layers=1, kv_heads=c.num_kv_heads, head_dim=c.head_dim, pages=PAGES, codec_k=DenseCodec(DTYPE, "bfloat16"),
         codec_v=DenseCodec(DTYPE, "bfloat16"), dtype=DTYPE, device=HOST,
     )  # fmt: skip
-    card = CardMTP(module, drafts, settings.draft_tokens, settings.max_seqs, shapes.pages, model._partials, "off")
-    rule = SaturatedConfig(settings.draft_tokens, settings.verify_rows - 1, True, 3, 0)
-    config = SpeculationConfig(None, settings.tree, settings.draft_tokens, 15, True, lambda: SaturatedRule(rule))
-    return model, memory, Speculator(CardMTPDrafter(card, drafts), config)
+    card = CardMTP(module, drafts, settings.draft_tokens, settings.max_seqs, pages, model._partials, "off")
+    return CardMTPDrafter(card, drafts)
 
 
 def play(settings: Settings, checkpoint: Checkpoint) -> None:

@@ -21,7 +21,7 @@ from soloist.engine.rehearsal import kinds_of_layers
 from soloist.ops.aot import SHARED_LIMIT
 from soloist.ops.rehearsal import Card
 from soloist.settings import resolve
-from tiny import build_tiny
+from tiny import build_tiny, build_tiny_drafter
 
 TESTS = Path(__file__).parent.parent
 CARD = Card("a card", 86, 82, SHARED_LIMIT[86], 24 << 30)
@@ -31,6 +31,7 @@ CARD = Card("a card", 86, 82, SHARED_LIMIT[86], 24 << 30)
 def half(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("half")
     build_tiny(directory, dtype=torch.bfloat16)
+    build_tiny_drafter(directory / "dflash2", directory, dtype=torch.bfloat16)
     return directory
 
 
@@ -45,7 +46,9 @@ def compiling(*command: str, **more: str) -> subprocess.CompletedProcess[str]:
     ("arch", "knobs"),
     [
         (86, ("max_seqs=3",)),
+        (90, ("max_seqs=3", "spec=dflash2")),
         pytest.param(90, ("max_seqs=5", "kv_format=fp8", "kv_format_v=int8", "tree=0"), marks=pytest.mark.slow),
+        pytest.param(120, ("max_seqs=2", "kv_format=kvarn"), marks=pytest.mark.slow),
     ],
 )
 def test_a_rehearsal_asks_for_all_that_real_steps_ask_for(half: Path, arch: int, knobs: tuple[str, ...]) -> None:
@@ -55,6 +58,37 @@ def test_a_rehearsal_asks_for_all_that_real_steps_ask_for(half: Path, arch: int,
     assert missing == []
     asked, rehearsed = (int(n) for n in re.findall(r"\d+", last))
     assert 30 < asked <= rehearsed
+
+
+FOUR_BITS = """
+import json, sys
+from dataclasses import replace
+from pathlib import Path
+from soloist.bench.kernels import card
+from soloist.bench.synthetic import dflash2_27b, qwen38_27b
+from soloist.bench.synthetic_dir import write_synthetic
+from soloist.engine.rehearsal import rehearse
+from soloist.ops.rehearsal import CudaJob
+from soloist.settings import resolve
+
+small = replace(qwen38_27b(8), hidden_size=512, intermediate_size=512, vocab_size=4096, eos_ids=(4090,))
+write_synthetic(Path(sys.argv[1]), small, replace(dflash2_27b(small), num_layers=1), hollow=True)
+settings = resolve({"model": sys.argv[1], "device": "cuda", "spec": "dflash2", "max_seqs": "2"}, {}, {})
+jobs = rehearse(settings, card(90)).jobs.values()
+print(json.dumps([[job.source, job.arch, dict(job.macros)] for job in jobs if isinstance(job, CudaJob)]))
+"""
+
+
+def test_a_rehearsal_of_a_prepared_directory_asks_for_the_cuda_kernels(tmp_path: Path) -> None:
+    """From headers alone: the files have no bytes."""
+    done = compiling("-c", FOUR_BITS, str(tmp_path / "model"))
+    assert done.returncode == 0, done.stderr[-3000:]
+    jobs = json.loads(done.stdout.splitlines()[-1])
+    assert {arch for _, arch, _ in jobs} == {90}
+    assert {m["MT"] for name, _, m in jobs if name == "w4a16"} == {8, 16, 32}
+    assert len([1 for name, *_ in jobs if name == "w4a16_prefill"]) == 1
+    # fp32 states: the default.
+    assert {(m["FOLD"], m["STATE"], m["PDL"]) for name, _, m in jobs if name == "delta"} == {(0, 0, 1), (1, 0, 0)}
 
 
 COMPILED = """

@@ -215,10 +215,16 @@ def _says_host(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 def _together(args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Weights are read in part: small ones have bytes, large ones do not. Where they meet, none has."""
-    tensors = [a for a in args if isinstance(a, torch.Tensor)]
+    tensors = [t for a in args for t in (a if isinstance(a, list | tuple) else (a,)) if isinstance(t, torch.Tensor)]
     if not any(t.is_meta for t in tensors) or all(t.is_meta for t in tensors):
         return args
-    return tuple(a.to(META) if isinstance(a, torch.Tensor) else a for a in args)
+
+    def without(value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            return type(value)(map(without, value))
+        return value.to(META) if isinstance(value, torch.Tensor) else value
+
+    return tuple(map(without, args))
 
 
 def _moved(value: Any) -> Any:
