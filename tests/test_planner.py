@@ -141,7 +141,7 @@ def test_the_command() -> None:
     assert table["pool_tokens"] > 0 and {item["name"] for item in table["items"]} >= {"layers", "reserve", "graphs"}
 
 
-def test_a_card_refuses_formats_its_kernels_do_not_read() -> None:
+def test_a_card_takes_every_format() -> None:
     import torch
 
     from soloist.engine.capacity import kv_formats
@@ -151,5 +151,6 @@ def test_a_card_refuses_formats_its_kernels_do_not_read() -> None:
     assert kv_formats(resolve({}, {}, {}), "bfloat16", card) == ("bf16", "bf16")
     assert kv_formats(resolve({"kv_format": "int8", "kv_format_v": "fp8"}, {}, {}), "bfloat16", card) == ("int8", "fp8")
     for knobs in ({"kv_format": "kvarn"}, {"ctx": "huge"}):
-        with pytest.raises(SettingError, match="kernels of a card"):
-            kv_formats(resolve(knobs, {}, {}), "bfloat16", card)
+        assert kv_formats(resolve(knobs, {}, {}), "bfloat16", card) == ("kvarn", "kvarn")
+    with pytest.raises(SettingError, match="packs keys and values together"):
+        kv_formats(resolve({"kv_format": "kvarn", "kv_format_v": "int8"}, {}, {}), "bfloat16", card)

@@ -23,6 +23,7 @@ ARMS = {
     "dflash2 tree": {"spec": "dflash2", "tree": "1", "lookup": "1"},
     "eager": {"spec": "mtp", "graphs": "off"},
     "checked": {"spec": "mtp", "graphs": "check"},
+    "checked, dflash2 chain": {"spec": "dflash2", "lookup": "0", "graphs": "check"},
 }
 
 
@@ -93,6 +94,36 @@ def test_every_kv_format_keeps_the_contracts(model: Path, plain: dict[int, tuple
         assert answer.cached > 0 and answer.bits == expected[len(prompts) - 1]
     with Arm(model, **knobs, spec="mtp", graphs="check", prefix_cache="0") as arm:
         assert arm.ask(prompts[-2], TOKENS).bits == expected[len(prompts) - 2]
+
+
+def test_tiles_keep_the_contracts(model: Path) -> None:
+    """E1, E2 and E3 with KVarN: answers that begin, cross or end at a tile's edge, prompts in slices, a small pool."""
+    knobs = {"device": "cuda", "ctx": "huge"}
+    lengths = (63, 250, 330, 370, 383, 384, 385, 510, 700, 1500)
+    with Arm(model, **knobs, pool_tokens="16384", spec="none", lookup="0", prefix_cache="0") as arm:
+        prompts = [text(n, arm.engine.vocab_size - 64, seed=n) for n in lengths]
+        expected = [arm.ask(p, TOKENS).bits for p in prompts]
+        assert arm.engine.memory.kv.format == "kvarn" and arm.engine.status().degraded == ()
+    for spec in ("mtp", "dflash2"):
+        with Arm(model, **knobs, pool_tokens="16384", spec=spec, tree="1", prefix_cache="0") as arm:
+            for i, prompt in enumerate(prompts):
+                assert arm.ask(prompt, TOKENS).bits == expected[i], f"{lengths[i]} tokens, {spec}"
+            assert arm.engine.counters["drafted"] > 0
+    with Arm(model, **knobs, pool_tokens="16384", spec="mtp") as arm:
+        for seed in range(3):
+            order = random.Random(seed).sample(range(len(prompts)), len(prompts))
+            running = {i: arm.start(prompts[i], TOKENS) for i in order}
+            for i, pending in running.items():
+                assert pending.answer().bits == expected[i], f"{lengths[i]} tokens in {order}"
+            arm.quiet()
+        answer = arm.ask(prompts[-1], TOKENS)
+        assert answer.cached == 1408 and answer.bits == expected[-1]
+    with Arm(model, **knobs, pool_tokens="2048", max_len="1024", reserve_tokens="64", spec="mtp") as arm:
+        running = {i: arm.start(prompts[i], TOKENS) for i in range(2, 8)}
+        for i, pending in running.items():
+            assert pending.answer().bits == expected[i], f"{lengths[i]} tokens in a small pool"
+    with Arm(model, **knobs, pool_tokens="16384", spec="mtp", graphs="check", prefix_cache="0") as arm:
+        assert arm.ask(prompts[3], TOKENS).bits == expected[3]
 
 
 def test_warm_equals_cold(model: Path, plain: dict[int, tuple]) -> None:

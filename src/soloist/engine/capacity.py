@@ -12,7 +12,6 @@ from pathlib import Path
 
 import torch
 
-from soloist.cache.codecs import TOKEN_FORMATS
 from soloist.cache.pages import PAGE, pages_for
 from soloist.checkpoint.config import DrafterConfig
 from soloist.checkpoint.reader import Checkpoint, open_checkpoint
@@ -35,8 +34,6 @@ from soloist.settings import Settings
 
 CPU_CONTEXT = 8192  # MAX_LEN=auto on a CPU: more than anyone waits for
 CPU_RESIDENTS = 4
-# What the kernels in ops/triton read from pages. KVarN's tiles are refused on a card rather than misread.
-CARD_FORMATS = TOKEN_FORMATS
 PROFILES = {"fast": "", "long": "fp8", "huge": "kvarn"}
 SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
@@ -49,12 +46,6 @@ def kv_formats(settings: Settings, dtype: str, device: torch.device | None = Non
         if key == "fp8" and device is not None and device.type == "cuda" and not _knows_fp8(device):
             key = "int8"
     value = key if settings.kv_format_v == "same" else settings.kv_format_v
-    if device is not None and device.type == "cuda" and not {key, value} <= set(CARD_FORMATS):
-        asked = f"KV_FORMAT={settings.kv_format}" if settings.kv_format != "auto" else f"CTX={settings.ctx}"
-        raise SettingError(
-            f"{asked} stores {key} keys and {value} values, which the kernels of a card do not read yet.",
-            "Set KV_FORMAT=int8 or fp8 (CTX=long), or DEVICE=cpu.",
-        )
     if key == "kvarn" and value != "kvarn":
         raise SettingError(
             "KV_FORMAT=kvarn packs keys and values together.", "Leave KV_FORMAT_V out, or choose another KV_FORMAT."

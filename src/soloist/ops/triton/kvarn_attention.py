@@ -50,7 +50,8 @@ def _past(
     request = tl.program_id(2)
     GROUP: tl.constexpr = HEADS // KV
     rows = tl.load(counts + request) * GROUP
-    if (first < rows) & (split < _shared(tl.load(settled + request), SPLIT)):
+    length = tl.load(settled + request)
+    if (first < rows) & (split < _shared(length, SPLIT)):
         start = tl.load(starts + request)
         slot = tl.load(slots + request).to(tl.int64)
         in_page, cols = tl.arange(0, PAGE), tl.arange(0, D)
@@ -73,7 +74,9 @@ def _past(
                 at_kv = ((slot * WINDOW + begin + in_page) * KV + kv)[:, None] * D + cols[None, :]
                 k = tl.trans(tl.load(window_k + at_kv))
                 v = tl.load(window_v + at_kv)
-            top, total, acc = _block(qt, tl.trans(k), v, True, top, total, acc, scale)
+            # True throughout, but as `_recent` asks: a compiler that knew would fuse the score's scaling otherwise.
+            seen = begin + in_page < length
+            top, total, acc = _block(qt, tl.trans(k), v, seen[None, :], top, total, acc, scale)
         part = (tl.load(parts + row, mask=mine, other=0) + split).to(tl.int64) * HEADS + head
         tl.store(acc_out + part[:, None] * D + cols[None, :], acc, mask=mine[:, None])
         tl.store(top_out + part, top, mask=mine)
@@ -167,18 +170,20 @@ def verify_attention(
     requests, pages_stride = pages.shape
     splits = pages_stride * PAGE // SPLIT
     on = pdl.dependent(q)
+    # Both kernels alike: over how many warps a row is summed is part of its bits.
+    warps = 4 if dim <= 128 else 8
     row_tiles = triton.cdiv(rows * group, ROW_TILE)
     if splits:
         _past[(splits * row_tiles, kv, requests)](
             q, tiles.window_k, tiles.window_v, codes, scales, pages, table["starts"], table["counts"], table["settled"],
             table["slots"], table["parts"], partials.acc, partials.top, partials.total, scale, pages_stride,
-            heads, kv, dim, ROW_TILE, SPLIT, PAGE, row_tiles, PDL=on, num_warps=4, num_stages=1, **pdl.launch(on),
+            heads, kv, dim, ROW_TILE, SPLIT, PAGE, row_tiles, PDL=on, num_warps=warps, num_stages=1, **pdl.launch(on),
         )  # fmt: skip
     _recent[(rows, kv, 2)](
         q, keys, values, tiles.window_k, tiles.window_v, codes, scales, pages, table["request"], table["positions"],
         table["settled"], table["slots"], table["lanes"], table["parts"], partials.acc, partials.top, partials.total,
         scale, pages_stride, table["lanes"].stride(0), heads, kv, dim, max(16, triton.next_power_of_2(group)), SPLIT,
-        PAGE, PDL=on, num_warps=4, num_stages=1, **pdl.launch(on),
+        PAGE, PDL=on, num_warps=warps, num_stages=1, **pdl.launch(on),
     )  # fmt: skip
     _combine[(rows, heads)](
         partials.acc, partials.top, partials.total, table["parts"], table["positions"], qkv, out, qkv.stride(0),
