@@ -20,6 +20,7 @@ from soloist.engine.memory import Memory
 from soloist.engine.speculation import NoSpeculation, Speculation
 from soloist.engine.speculator import SpeculationConfig, Speculator
 from soloist.errors import SettingError
+from soloist.models.captured import Mode
 from soloist.models.card_loader import CardLoader
 from soloist.models.dflash2 import DFlash2
 from soloist.models.layers import Loader
@@ -30,7 +31,6 @@ from soloist.ops.products import Linear, PackedLinear
 from soloist.settings import Settings
 
 Kind = Literal["none", "mtp", "dflash2"]
-Mode = Literal["on", "off", "check"]
 
 # Rows lookup alone puts up before a copy has shown itself.
 LOOKUP_BLOCK = 7

@@ -10,10 +10,10 @@ import bisect
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Literal
 
 import torch
 
+from soloist.models.captured import Mode, same_bits
 from soloist.models.card import CardModel, CardShapes
 from soloist.models.state import KV, AcceptedPath, Caches, Features, State
 from soloist.models.step import PrefillStep, VerifyStep
@@ -24,7 +24,6 @@ from soloist.sampling.rows import BEST
 
 log = logging.getLogger("soloist.engine")
 
-Mode = Literal["on", "off", "check"]
 EXACT = 16
 COARSE = (20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128)
 
@@ -115,10 +114,7 @@ class GraphedModel(CardModel):
         if self.mode == "check":
             captured = self.results(bucket)
             self.sequence(bucket)
-            eager = self.results(bucket)
-            for name, value in captured.items():
-                if not torch.equal(value, eager[name]):
-                    raise RuntimeError(f"the captured step of {bucket} rows differs from the eager one in {name}")
+            same_bits(f"step of {bucket} rows", captured, self.results(bucket))
 
 
 class _Results:

@@ -31,6 +31,7 @@ from soloist.ops.card_products import CardLinear, DenseLinear, W4Linear
 from soloist.ops.delta_cuda import Recurrence
 from soloist.ops.linear_cuda import TILE_N, Squares
 from soloist.ops.triton import attention, delta, gates, kvarn, kvarn_attention, prefill, rows
+from soloist.ops.triton.embed import Table, embed
 
 log = logging.getLogger("soloist.models")
 
@@ -190,6 +191,7 @@ class CardModel(Qwen35):
         self.shapes, self._kv, self._state, self._tap_layers = shapes, kv, state, tuple(taps)
         self.tables = Tables(shapes, self.config.conv_kernel, self.device)
         self._path = Paths(shapes, self.device)
+        self._table = Table.of(self.embedding)
         self._buffers = self._allocate()
         self._rows = kv.row_planes(shapes.rows)
         self._partials = attention.Partials.allocate(
@@ -263,7 +265,7 @@ class CardModel(Qwen35):
         b, table = self._buffers, self._row_tables(count)
         c = self.config
         x, h = b.x[:count], b.h[:count]
-        x.copy_(self.embedding.rows(table["tokens"].long(), x.dtype))
+        embed(self._table, table["tokens"], x)
         stream = Stream(x, h, b.delta[:count], b.squares, c.eps)
         stream.start(self.layers[0][0].mixer_factor)
         at_attention = at_delta = 0
