@@ -115,6 +115,10 @@ class SyntheticSource:
             return DenseWeight(torch.randn(n, k, device=self.device, dtype=torch.bfloat16) * k**-0.5)
         return self.quantized(n, k, self.device)
 
+    def borrowed(self, module: str) -> Weight:
+        """`weight`: nothing here lies in a file."""
+        return self.weight(module)
+
     @staticmethod
     def quantized(n: int, k: int, device: torch.device) -> QuantizedWeight:
         """Random 4-bit codes [n, k] whose products keep activations of order one."""
@@ -171,6 +175,10 @@ class SyntheticDFlash2:
         if module.endswith("projection"):
             return DenseWeight(torch.randn(n, k, device=self.device, dtype=torch.bfloat16) * k**-0.5)
         return SyntheticSource.quantized(n, k, self.device)
+
+    def borrowed(self, module: str) -> Weight:
+        """`weight`: nothing here lies in a file."""
+        return self.weight(module)
 
     def tensor(self, name: str) -> torch.Tensor:
         c = self.config

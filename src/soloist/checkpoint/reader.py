@@ -134,6 +134,13 @@ class Checkpoint:
             module = "embed_tokens"
         return formats.load(self._stored(module), copy)
 
+    def borrowed(self, module: str) -> Weight:
+        """`weight`, checked like it, on the mapped file's pages where the format allows: for who copies it at once."""
+        if module == "lm_head" and module not in self.modules and self.config.tied:
+            module = "embed_tokens"
+        formats.check(self._stored(module))
+        return formats.load(self._stored(module), copy=False)
+
     def _stored(self, module: str) -> StoredModule:
         if module not in self.modules:
             raise CheckpointError(f"{self.directory} has no module {module}.", "Download the checkpoint again.")

@@ -3,23 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 
 from soloist.models.layers import Loader, Source
-from soloist.ops.card_products import CardLinear, card_linear, fused_card_linear
+from soloist.ops.card_products import CardLinear, card_linear, fused_card_linear, runs_w4
+from soloist.ops.linear import Weight
+
+
+class CardSource(Source, Protocol):
+    """Where a card's weights come from."""
+
+    def borrowed(self, module: str) -> Weight:
+        """`weight(module)` for who copies it at once: it may lie on the pages of a file."""
+        ...
 
 
 class CardLoader(Loader):
     """Like Loader, with the card's products (ops/card_products.py) and vectors on the card."""
 
-    def __init__(self, source: Source, device: torch.device, dtype: torch.dtype) -> None:
+    source: CardSource
+
+    def __init__(self, source: CardSource, device: torch.device, dtype: torch.dtype) -> None:
         self.source, self.device, self.dtype = source, device, dtype
         self.product, self.make = CardLinear.name, card_linear
         self.mixes_forms = False
 
     def linear(self, modules: Sequence[str], pad: int = 1) -> CardLinear:
-        return fused_card_linear([self.source.weight(m) for m in modules], self.device, self.dtype, pad)
+        return fused_card_linear(self._weights(modules, pad), self.device, self.dtype, pad)
 
     def pair(self, modules: Sequence[str]) -> CardLinear:
-        return fused_card_linear([self.source.weight(m) for m in modules], self.device, self.dtype, paired=True)
+        return fused_card_linear(self._weights(modules), self.device, self.dtype, paired=True)
+
+    def _weights(self, modules: Sequence[str], pad: int = 1) -> list[Weight]:
+        """4-bit rows go from the file's pages to the card; others are copied and changed on the host first."""
+        borrowed = [self.source.borrowed(m) for m in modules]
+        if pad == 1 and runs_w4(borrowed, self.device, self.dtype):
+            return borrowed
+        return [self.source.weight(m) for m in modules]

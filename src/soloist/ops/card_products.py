@@ -7,6 +7,7 @@ its kernel by name, so the switch is never inside one path.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -190,27 +191,37 @@ def decode(product: Linear, x: torch.Tensor, out: torch.Tensor) -> None:
         out.copy_(product(x))
 
 
-def stack_quantized(weights: list[Weight]) -> QuantizedWeight | None:
-    """Rows of several quantised weights of one form as one weight, or None if their forms differ."""
+def one_form(weights: Sequence[Weight]) -> bool:
+    """Whether these are quantised alike, so that their rows can be one weight."""
     first = weights[0]
-    if not isinstance(first, QuantizedWeight):
-        return None
-    parts = [w for w in weights if isinstance(w, QuantizedWeight)]
-    if len(parts) < len(weights) or any(
-        (w.bits, w.group, w.zeros is None, w.bias is None, w.scales.dtype)
-        != (first.bits, first.group, first.zeros is None, True, first.scales.dtype)
-        for w in parts
-    ):
-        return None
-    zeros = None if first.zeros is None else torch.cat([w.zeros for w in parts if w.zeros is not None])
+    return isinstance(first, QuantizedWeight) and all(
+        isinstance(w, QuantizedWeight)
+        and (w.bits, w.group, w.zeros is None, w.bias is None, w.scales.dtype)
+        == (first.bits, first.group, first.zeros is None, True, first.scales.dtype)
+        for w in weights
+    )
+
+
+def stack_quantized(weights: Sequence[Weight], device: torch.device) -> QuantizedWeight:
+    """Rows of several quantised weights of `one_form` as one weight on `device`, put together there: the host, which
+    reads them from files, is the slower of the two at copying."""
+    parts = [w.to(device) for w in weights if isinstance(w, QuantizedWeight)]
+    if len(parts) == 1:
+        return parts[0]
+    zeros = [w.zeros for w in parts if w.zeros is not None]
     return QuantizedWeight(
         torch.cat([w.codes for w in parts]),
         torch.cat([w.scales for w in parts]),
-        zeros,
-        first.bits,
-        first.group,
-        (sum(w.shape[0] for w in parts), first.shape[1]),
+        torch.cat(zeros) if zeros else None,
+        parts[0].bits,
+        parts[0].group,
+        (sum(w.shape[0] for w in parts), parts[0].shape[1]),
     )
+
+
+def runs_w4(weights: Sequence[Weight], device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the rows of `weights` together are for the 4-bit product."""
+    return one_form(weights) and W4Linear.refuses(weights[0], device, dtype) is None
 
 
 def fused_card_linear(
@@ -222,8 +233,7 @@ def fused_card_linear(
     """
     from soloist.ops.products import stack_dense
 
-    quantized = stack_quantized(weights) if pad == 1 else None
-    if quantized is not None and W4Linear.refuses(quantized, device, dtype) is None:
-        return W4Linear(quantized, device, dtype, paired)
+    if pad == 1 and runs_w4(weights, device, dtype):
+        return W4Linear(stack_quantized(weights, device), device, dtype, paired)
     dense: DenseWeight = stack_dense(weights, pad)
     return card_linear(dense, device, dtype)
