@@ -285,7 +285,7 @@ def settle(rig: Rig, planes: dict[str, torch.Tensor], paths: list[AcceptedPath])
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("settled", [(126, 255), (383, 250), (511, 127)])
+@pytest.mark.parametrize("settled", [(126, 255), (383, 300), (511, 250)])
 def test_settled_rows_enter_the_window_and_complete_tiles_are_packed(
     device: torch.device, settled: tuple[int, int]
 ) -> None:

@@ -22,10 +22,10 @@ from soloist.bench.device_clock import median_seconds
 from soloist.bench.machine import machine, versions
 from soloist.bench.products import copy_bandwidth, matrix_rate
 from soloist.bench.synthetic import SHAPES, SyntheticSource
-from soloist.cache.codecs import TOKEN_FORMATS, token_codec
-from soloist.cache.kv import KVStore
-from soloist.cache.pages import PAGE
+from soloist.cache.codecs import TOKEN_FORMATS
+from soloist.cache.pages import PAGE, pages_for
 from soloist.cache.recurrent import RecurrentState, StateShapes
+from soloist.cache.tiles import make_store
 from soloist.models.card import CardModel, CardShapes
 from soloist.models.card_loader import CardLoader
 from soloist.models.state import AcceptedPath, Caches
@@ -37,7 +37,7 @@ PROMPTS = (1024, 16384)
 CLASSES = (
     ("products", ("w4a16",)),
     ("dense products", ("_dense", "_wide")),
-    ("attention", ("_past", "_recent", "_combine", "_qk_prepare")),
+    ("attention", ("_past", "_recent", "_combine", "_qk_prepare", "_turn_rows")),
     ("recurrence", ("delta", "_walk", "_prepare", "_gated_norm", "_fold", "_settle_conv")),
     ("small kernels", ("_add_norm", "_silu_mul", "index", "elementwise", "vectorized")),
 )
@@ -74,24 +74,27 @@ class Bench:
         self.config = SHAPES[shape](layers)
         c = self.config
         requests = max(case.requests for case in cases)
-        self.pages = max(-(-(case.context + case.rows) // PAGE) for case in cases)
+        # Whole tiles, whatever the format: KVarN packs two pages together.
+        self.pages = max(pages_for(case.context + case.rows, 2) for case in cases)
         rows = max(case.requests * case.rows for case in cases)
         splits = max(case.requests * case.rows * (case.context // attention.SPLIT + 2) for case in cases) + rows
         load = CardLoader(SyntheticSource(c, self.device), self.device, torch.bfloat16)
         self.model = CardModel(load, c)
-        codec = token_codec(kv)
-        self.kv = KVStore(
+        self.kv = make_store(
+            kv,
+            kv,
             layers=len(c.attention_layers),
             kv_heads=c.num_kv_heads,
             head_dim=c.head_dim,
             pages=requests * self.pages,
-            codec_k=codec,
-            codec_v=codec,
+            slots=requests,
             dtype=torch.bfloat16,
             device=self.device,
         )
         for plane in self.kv.planes.values():
-            if plane.dtype is torch.int8:
+            if plane.dtype is torch.uint8:
+                plane.fill_(0x2C)  # a KVarN record whose scales are 0.07
+            elif plane.dtype is torch.int8:
                 plane.random_(-127, 128)
             elif plane.dtype is torch.float8_e4m3fn:
                 for layer in plane:
@@ -300,7 +303,7 @@ if __name__ == "__main__":
     parser.add_argument("--rows", default="1,5,8,16")
     parser.add_argument("--contexts", default="1024,25600")
     parser.add_argument("--state", default="float16", choices=("float16", "float32"))
-    parser.add_argument("--kv", default="bf16", choices=TOKEN_FORMATS)
+    parser.add_argument("--kv", default="bf16", choices=(*TOKEN_FORMATS, "kvarn"))
     args = parser.parse_args()
     main(
         args.synthetic,

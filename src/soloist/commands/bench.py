@@ -225,7 +225,7 @@ def step(
     rows: Annotated[str, typer.Option(help="Rows of one request's step, comma-separated.")] = "1,5,8,16",
     contexts: Annotated[str, typer.Option(help="Context lengths in tokens, comma-separated.")] = "1024,25600",
     state_dtype: Annotated[str, typer.Option(help="float32 or float16.")] = "float16",
-    kv: Annotated[str, typer.Option(help="Format of keys and values: bf16, fp8, int8.")] = "bf16",
+    kv: Annotated[str, typer.Option(help="Format of keys and values: bf16, fp8, int8, kvarn.")] = "bf16",
 ) -> None:
     """One verify step on this card from inside: milliseconds against the bandwidth floor. Needs no server."""
     from soloist.bench.step import main
