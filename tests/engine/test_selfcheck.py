@@ -2,7 +2,17 @@
 
 from pathlib import Path
 
-from soloist.engine.selfcheck import cached_check, card_prints, forget_checks
+import pytest
+import torch
+
+from soloist.cache.recurrent import RecurrentState, StateShapes
+from soloist.cache.tiles import TileStore
+from soloist.checkpoint.reader import open_checkpoint
+from soloist.engine.selfcheck import cached_check, card_prints, check_contracts, forget_checks
+from soloist.models.layers import Loader
+from soloist.models.qwen3_5 import Qwen35
+from soloist.models.state import Caches
+from tiny import build_tiny
 
 
 def test_an_outcome_is_kept_until_it_is_forgotten(tmp_path: Path) -> None:
@@ -23,3 +33,29 @@ def test_an_outcome_is_kept_until_it_is_forgotten(tmp_path: Path) -> None:
 
 def test_a_card_is_asked_again_after_a_change_of_code_or_driver() -> None:
     assert set(card_prints()) == {"code", "cuda", "driver"} and len(card_prints()["code"]) == 16
+
+
+@pytest.mark.parametrize("fault", ["", "tiles are packed when they are settled"])
+def test_tiles_are_asked_where_packed_ones_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    """What upstream does makes a row's keys depend on where its step or slice began: that must be found."""
+    build_tiny(tmp_path, pattern="LF", mtp=False)
+    checkpoint = open_checkpoint(tmp_path)
+    c = checkpoint.config
+    model = Qwen35(Loader(checkpoint, torch.device("cpu"), torch.float32), c)
+
+    def fresh(slots: int, pages: int) -> Caches:
+        kv = TileStore(
+            layers=1, kv_heads=c.num_kv_heads, head_dim=c.head_dim, pages=pages, slots=slots, dtype=torch.float32
+        )  # fmt: skip
+        return Caches(kv, RecurrentState(StateShapes.of(c), slots))
+
+    if fault:
+        honest = TileStore.read_settled
+
+        def as_settled(self, layer, index, slot, tile):
+            return honest(self, layer, index, slot, index.numel() // 128 + 1)
+
+        monkeypatch.setattr(TileStore, "read_settled", as_settled)
+    assert check_contracts(model, fresh, TileStore.tile) == (["E1", "E3"] if fault else [])

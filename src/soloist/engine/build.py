@@ -18,7 +18,7 @@ from soloist.cache.recurrent import RecurrentState, StateShapes
 from soloist.cache.tiles import make_store
 from soloist.checkpoint.reader import Checkpoint, open_checkpoint
 from soloist.engine.caching import build_reuse
-from soloist.engine.capacity import SHORT, check_sizes, choices, size_pool
+from soloist.engine.capacity import SHORT, check_sizes, choices, kv_formats, size_pool
 from soloist.engine.drafters import build_speculation, tap_layers
 from soloist.engine.engine import Engine
 from soloist.engine.kept import Kept
@@ -35,6 +35,7 @@ from soloist.models.qwen3_5 import Qwen35
 from soloist.models.state import Caches
 from soloist.models.step import prefill_step
 from soloist.ops.cuda.nvrtc import keep_cubins
+from soloist.ops.kvarn import TILE
 from soloist.ops.numerics import digest, fingerprint
 from soloist.ops.products import candidates
 from soloist.planner import MAX_ROWS, Choices
@@ -202,7 +203,11 @@ def load_on_card(
     if dtype is torch.float32:
         raise SettingError("DTYPE=float32 has no kernels on a card.", "Set DTYPE=bfloat16, or DEVICE=cpu.")
     state_dtype = DTYPES[settings.state_dtype]
-    plain = (SHORT[str(dtype).removeprefix("torch.")],) * 2
+    name = str(dtype).removeprefix("torch.")
+    formats = kv_formats(settings, name, device)
+    # Tiles have attention of their own; all other formats share one.
+    tiles = "kvarn" in formats
+    stored = formats if tiles else (SHORT[name],) * 2
     follow = partial(progress, "layers") if progress is not None else None
     with side_by_side(device):
         model = GraphedModel(CardLoader(checkpoint, device, dtype), checkpoint.config, follow)
@@ -213,13 +218,15 @@ def load_on_card(
     say("checks", 0, 1)
     prints = fingerprint(device, dtype, state_dtype, model.product) | card_prints()
     prints["model"] = checkpoint.fingerprint()
+    if tiles:
+        prints["kv"] = "kvarn"
 
     def fresh(slots: int, pages: int) -> Caches:
-        caches = Caches(*_caches(checkpoint, device, dtype, state_dtype, slots, pages, plain))
+        caches = Caches(*_caches(checkpoint, device, dtype, state_dtype, slots, pages, stored))
         model.prepare(card_shapes(slots, ROWS, pages, pages), caches.kv, caches.state, ())
         return caches
 
-    broken = check(digest(prints), lambda: check_contracts(model, fresh))
+    broken = check(digest(prints), lambda: check_contracts(model, fresh, TILE if tiles else PAGE))
     model.unprepare()  # the check's buffers would count as taken when the pool is sized
     for contract in broken:
         log.warning("%s", MEANING[contract])

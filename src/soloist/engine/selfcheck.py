@@ -1,8 +1,8 @@
 """Do the contracts hold on this machine? Three small experiments on the loaded model, bit for bit.
 
 E1: a chain of 16 rows against the same tokens one at a time. E2: one row in company against the row alone.
-E3: a prompt in one forward against the same prompt grid by grid. Results are cached per numerics fingerprint
-and model shape, so a second start costs nothing.
+E3: a prompt in one forward against the same prompt grid by grid. On a card with KVarN they run over its tiles. Results
+are cached per numerics fingerprint and model shape, so a second start costs nothing.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from soloist.cache.pages import pages_for
 from soloist.models.qwen3_5 import Qwen35
 from soloist.models.state import AcceptedPath, Caches, Features
 from soloist.models.step import GRID, RequestRows, prefill_step, verify_step
@@ -24,7 +25,6 @@ log = logging.getLogger("soloist.numerics")
 
 ROWS = 16
 PROMPT = 100  # not on the grid, and a chain of 16 rows from here crosses a grid point and an attention split
-CHECK_PAGES = 4
 
 MEANING = {
     "E1": "E1 is off: greedy text may change with the number of drafted rows",
@@ -33,14 +33,19 @@ MEANING = {
 }
 
 
-def check_contracts(model: Qwen35, fresh: Callable[[int, int], Caches]) -> list[str]:
-    """The contracts ("E1", "E2", "E3") that do not hold. `fresh(slots, pages)` makes empty caches of the right kind."""
+def check_contracts(model: Qwen35, fresh: Callable[[int, int], Caches], tile: int = GRID) -> list[str]:
+    """The contracts ("E1", "E2", "E3") that do not hold. `fresh(slots, pages)` makes empty caches of the right kind.
+
+    `tile`: tokens that the caches pack together (`KV.tile`). Packed tiles are read from the fourth on, so there the
+    experiments go as far: the chain's rows stand on both sides of its edge.
+    """
+    far = 3 * tile if tile > GRID else 0
     broken = []
-    if not _chain_equals_steps(model, fresh):
+    if not _chain_equals_steps(model, fresh, max(PROMPT, far - ROWS // 2)):
         broken.append("E1")
-    if not _company_equals_alone(model, fresh):
+    if not _company_equals_alone(model, fresh, max(20, far)):
         broken.append("E2")
-    if not _grid_by_grid_equals_whole(model, fresh):
+    if not _grid_by_grid_equals_whole(model, fresh, far + 3 * GRID - 7):
         broken.append("E3")
     return broken
 
@@ -59,26 +64,27 @@ def _logits(model: Qwen35, features: Features) -> torch.Tensor:
     return model.logits(features.hidden) if features.logits is None else features.logits.clone()
 
 
-def _prompted(model: Qwen35, caches: Caches, tokens: list[int], slot: int, pages: list[int]) -> None:
-    model.forward(prefill_step(tokens[:PROMPT], 0, slot, pages), caches)
+def _pages(tokens: int) -> list[int]:
+    """Enough for so many tokens, in whole tiles of any format."""
+    return list(range(pages_for(tokens, 2)))
 
 
-def _chain_equals_steps(model: Qwen35, fresh: Callable[[int, int], Caches]) -> bool:
-    tokens, pages = _tokens(model, PROMPT + 2 * ROWS), list(range(CHECK_PAGES))
+def _chain_equals_steps(model: Qwen35, fresh: Callable[[int, int], Caches], prompt: int) -> bool:
+    tokens, pages = _tokens(model, prompt + 2 * ROWS), _pages(prompt + 2 * ROWS)
     kernel = model.config.conv_kernel
-    caches = fresh(1, CHECK_PAGES)
-    _prompted(model, caches, tokens, 0, pages)
+    caches = fresh(1, len(pages))
+    model.forward(prefill_step(tokens[:prompt], 0, 0, pages), caches)
     one_by_one = []
-    for position in range(PROMPT, PROMPT + 2 * ROWS):
+    for position in range(prompt, prompt + 2 * ROWS):
         step = verify_step([RequestRows([tokens[position]], [-1], position, 0, pages)], kernel)
         features = model.forward(step, caches)
         one_by_one.append(_logits(model, features))
         assert features.record is not None
         features.record.settle(step, caches, [AcceptedPath(0, [0], pages, position)])
-    caches = fresh(1, CHECK_PAGES)
-    _prompted(model, caches, tokens, 0, pages)
+    caches = fresh(1, len(pages))
+    model.forward(prefill_step(tokens[:prompt], 0, 0, pages), caches)
     at_once = []
-    for start in (PROMPT, PROMPT + ROWS):
+    for start in (prompt, prompt + ROWS):
         rows = RequestRows(tokens[start : start + ROWS], list(range(-1, ROWS - 1)), start, 0, pages)
         step = verify_step([rows], kernel)
         features = model.forward(step, caches)
@@ -88,14 +94,15 @@ def _chain_equals_steps(model: Qwen35, fresh: Callable[[int, int], Caches]) -> b
     return torch.equal(torch.cat(one_by_one), torch.cat(at_once))
 
 
-def _company_equals_alone(model: Qwen35, fresh: Callable[[int, int], Caches]) -> bool:
+def _company_equals_alone(model: Qwen35, fresh: Callable[[int, int], Caches], shortest: int) -> bool:
     many = 8
-    caches = fresh(many, many * 2)
-    tokens = _tokens(model, PROMPT + many)
+    each = len(_pages(shortest + 9 * many))
+    caches = fresh(many, many * each)
+    tokens = _tokens(model, shortest + 10 * many)
     requests = []
     for i in range(many):
-        pages = [2 * i, 2 * i + 1]
-        prompt = tokens[i : i + 20 + 9 * i]
+        pages = list(range(each * i, each * (i + 1)))
+        prompt = tokens[i : i + shortest + 9 * i]
         model.forward(prefill_step(prompt, 0, i, pages), caches)
         requests.append(RequestRows([tokens[-1 - i]], [-1], len(prompt), i, pages))
 
@@ -108,11 +115,10 @@ def _company_equals_alone(model: Qwen35, fresh: Callable[[int, int], Caches]) ->
     return torch.equal(together, alone) and torch.equal(some, together[2:7])
 
 
-def _grid_by_grid_equals_whole(model: Qwen35, fresh: Callable[[int, int], Caches]) -> bool:
-    length = 3 * GRID - 7
-    tokens, pages = _tokens(model, length), list(range(CHECK_PAGES))
-    whole = model.forward(prefill_step(tokens, 0, 0, pages), fresh(1, CHECK_PAGES)).hidden[:length]
-    caches = fresh(1, CHECK_PAGES)
+def _grid_by_grid_equals_whole(model: Qwen35, fresh: Callable[[int, int], Caches], length: int) -> bool:
+    tokens, pages = _tokens(model, length), _pages(length)
+    whole = model.forward(prefill_step(tokens, 0, 0, pages), fresh(1, len(pages))).hidden[:length]
+    caches = fresh(1, len(pages))
     parts = []
     for start in range(0, length, GRID):
         part = tokens[start : start + GRID]
