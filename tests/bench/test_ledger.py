@@ -28,11 +28,11 @@ SNAPSHOT: dict[str, Any] = {
     ],
     "device_traces": [
         [
-            {"action": "segment_alloc", "size": 100, "frames": PACK},
-            {"action": "alloc", "size": 60, "frames": PACK},
-            {"action": "segment_map", "size": 20, "frames": PACK},
-            {"action": "segment_alloc", "size": 8, "frames": frames("engine/graphs.py:capture")},
-            {"action": "segment_alloc", "size": 9, "frames": frames("engine/graphs.py:capture")},
+            {"action": "segment_alloc", "time_us": 10, "size": 100, "frames": PACK},
+            {"action": "alloc", "time_us": 11, "size": 60, "frames": PACK},
+            {"action": "segment_map", "time_us": 12, "size": 20, "frames": PACK},
+            {"action": "segment_alloc", "time_us": 13, "size": 8, "frames": frames("engine/graphs.py:capture")},
+            {"action": "segment_alloc", "time_us": 14, "size": 9, "frames": frames("engine/graphs.py:capture")},
         ]
     ],
 }  # fmt: skip
@@ -55,9 +55,9 @@ def test_every_byte_has_one_name() -> None:
 
 
 def test_what_was_fetched_later_is_named_by_three_places() -> None:
-    assert ledger.events(SNAPSHOT) == 5
-    assert ledger.fetched(SNAPSHOT, 1) == [
+    assert ledger.latest(SNAPSHOT) == 14 and ledger.latest({"device_traces": [[]]}) == 0
+    assert ledger.fetched(SNAPSHOT, 10) == [
         "20 B: ops/linear_cuda.py:pack < ops/card_products.py:__init__ < models/layers.py:__init__",
         "17 B: engine/graphs.py:capture",
     ]
-    assert ledger.fetched(SNAPSHOT, 5) == []
+    assert ledger.fetched(SNAPSHOT, 14) == []

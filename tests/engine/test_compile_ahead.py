@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ import torch
 pytest.importorskip("triton")
 
 from soloist.checkpoint.reader import open_checkpoint
-from soloist.engine.compile_ahead import CompileAhead, _all_there
+from soloist.engine.compile_ahead import CompileAhead, _all_there, _key
 from soloist.engine.rehearsal import kinds_of_layers
 from soloist.ops.aot import SHARED_LIMIT
 from soloist.ops.rehearsal import Card
@@ -161,6 +162,17 @@ def test_a_note_counts_while_its_files_are_there(tmp_path: Path) -> None:
     assert not _all_there(note)
     note.write_text("[]")
     assert not _all_there(note)
+
+
+def test_a_note_is_of_one_card_one_model_and_the_knobs_that_decide(half: Path) -> None:
+    checkpoint = open_checkpoint(half)
+
+    def key(card: Card = CARD, **knobs: str) -> str:
+        return _key(resolve({"model": str(half), **knobs}, {}, {}), checkpoint, card)
+
+    assert key() == key(port="1234", max_queue="3", prefix_cache="0", lookup="0")
+    others = [key(spec="none"), key(max_seqs="3"), key(kv_format="fp8"), key(replace(CARD, arch=90)), key()]
+    assert len(set(others)) == len(others)
 
 
 @pytest.mark.parametrize("program", ["/bin/false", "/bin/true", "/nowhere/python"])

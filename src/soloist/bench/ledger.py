@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 
-ENTRIES = 200_000  # of the allocator's history; older ones are forgotten
+BOOT, LATER = 1_000, 200_000  # events of the allocator's history that are kept; older ones are forgotten
 
 
-def record() -> None:
-    """Keep the Python stack of every allocation from now on."""
-    torch.cuda.memory._record_memory_history(context="alloc", stacks="python", max_entries=ENTRIES)
+def record(entries: int = BOOT) -> None:
+    """Keep the Python stack of every allocation from now on, and the last `entries` events. A start makes hundreds of
+    thousands, of which only the live blocks matter."""
+    torch.cuda.memory._record_memory_history(context="alloc", stacks="python", max_entries=entries)
 
 
 def held(device: torch.device) -> dict[str, int]:
@@ -63,16 +64,16 @@ def named(snapshot: Mapping[str, Any]) -> dict[str, int]:
     return {name: size for name, size in found.most_common() if size}
 
 
-def events(snapshot: Mapping[str, Any]) -> int:
-    """How much history there is: `fetched` counts from there."""
-    return sum(len(trace) for trace in snapshot["device_traces"])
+def latest(snapshot: Mapping[str, Any]) -> int:
+    """When the last event of the history was: `fetched` counts from there."""
+    return max((event["time_us"] for trace in snapshot["device_traces"] for event in trace), default=0)
 
 
 def fetched(snapshot: Mapping[str, Any], since: int) -> list[str]:
-    """Places that made the allocator ask the driver for memory after the first `since` events, with bytes."""
+    """Places that made the allocator ask the driver for memory after `since`, with bytes."""
     found: Counter[str] = Counter()
-    history = [event for trace in snapshot["device_traces"] for event in trace]
-    for event in history[since:]:
-        if event["action"] in ("segment_alloc", "segment_map"):
-            found[place(event.get("frames", []), 3)] += event["size"]
+    for trace in snapshot["device_traces"]:
+        for event in trace:
+            if event["action"] in ("segment_alloc", "segment_map") and event["time_us"] > since:
+                found[place(event.get("frames", []), 3)] += event["size"]
     return [f"{size} B: {name}" for name, size in found.most_common()]

@@ -156,8 +156,9 @@ def run_case(case: Case, directory: Path, card: int, used: int) -> dict[str, Any
     since = 0
     if case.names:
         snapshot = torch.cuda.memory._snapshot()
-        since = ledger.events(snapshot)
+        since = ledger.latest(snapshot)
         record["bytes"] = ledger.named(snapshot)
+        ledger.record(ledger.LATER)
     # What is known so far counts even where the rest does not come to its end.
     print(MARK + json.dumps(record | {"plan_error": 0.0, "ok": False, "error": "not filled in time"}), flush=True)
     if case.residents:

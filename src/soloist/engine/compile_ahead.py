@@ -33,8 +33,11 @@ from soloist.settings import KNOBS, Settings
 log = logging.getLogger("soloist.kernels")
 
 PATIENCE_S = 240.0
-# Groups of knobs that no kernel depends on.
-ELSEWHERE = frozenset({"Server", "Sampling", "Lookup"})
+# Knobs that decide which kernels there are; where one were missing, its kernels would be compiled at their launch.
+DECISIVE = (
+    "ctx", "dflash_tokens", "draft_tokens", "drafter", "dtype", "kv_format", "kv_format_v", "linear", "max_seqs",
+    "mtp_draft_vocab", "spec", "state_dtype", "tree", "verify_rows", "vision",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,7 @@ def compile_ahead(settings: Settings, checkpoint: Checkpoint, device: torch.devi
 def _key(settings: Settings, checkpoint: Checkpoint, card: Card) -> str:
     import triton
 
-    knobs = {n: k.show(getattr(settings, n)) for n, k in KNOBS.items() if k.group not in ELSEWHERE and not k.secret}
+    knobs = {name: KNOBS[name].show(getattr(settings, name)) for name in DECISIVE}
     variables = {n: v for n, v in os.environ.items() if n.startswith("TRITON")}
     everything = [
         code_digest(), torch.__version__, triton.__version__, repr(card), checkpoint.fingerprint(), knobs, variables,
