@@ -25,6 +25,8 @@ from tiny import build_tiny, build_tiny_drafter
 
 GREEDY = SamplingParams(temperature=0.0)
 CPU = torch.device("cpu")
+# Where a card's drafters run: on a card, or interpreted.
+CARD = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 @dataclass
@@ -45,6 +47,10 @@ class Text:
         return cls(
             slot, tokens, torch.randn(length, hidden, generator=g), torch.randn(length, taps, generator=g), pages
         )
+
+    def on_card(self) -> Text:
+        """The same text with its features where a card's drafter reads them."""
+        return replace(self, hidden=self.hidden.to(CARD), taps=self.taps.to(CARD))
 
     def part(self, start: int, stop: int) -> SettledTokens:
         """Tokens start .. stop - 1 as settled; the token at `stop` is known."""
@@ -70,18 +76,22 @@ class MTPRoom:
         self.config, self.draft_ids = open_checkpoint(self.target).config, draft_ids
         self.module = self.loaded(Loader)
 
-    def loaded(self, kind: type[Loader]) -> MTPModule:
+    def loaded(self, kind: type[Loader], device: torch.device = CPU) -> MTPModule:
         """The module with the products that `kind` loads."""
         checkpoint, ids = open_checkpoint(self.target), self.draft_ids
-        load = kind(checkpoint, CPU, torch.float32)
+        load = kind(checkpoint, device, torch.float32)
         head = load.linear(["lm_head"]) if ids is None else truncated_head(load, ids, stored=False)
-        return MTPModule(load, self.config, checkpoint.weight("embed_tokens"), head, ids)
+        embedding = checkpoint.weight("embed_tokens").to(device)
+        return MTPModule(load, self.config, embedding, head, None if ids is None else ids.to(device))
 
     @cached_property
     def oracle(self) -> MtpOracle:
         return MtpOracle(self.target)
 
     def drafter(self, depth: int = 4, beam: int = 2) -> MTPDrafter:
+        return MTPDrafter(self.module, self.kv(CPU), depth, beam)
+
+    def kv(self, device: torch.device) -> KVStore:
         codec = DenseCodec(torch.float32, "float32")
         kv = KVStore(
             layers=1,
@@ -91,10 +101,11 @@ class MTPRoom:
             codec_k=codec,
             codec_v=codec,
             dtype=torch.float32,
+            device=device,
         )
         for plane in kv.planes.values():
             plane.fill_(50.0)  # what was never written must not be read
-        return MTPDrafter(self.module, kv, depth, beam)
+        return kv
 
     def text(self, seed: int, slot: int = 0, length: int = 160) -> Text:
         return Text.random(seed, slot, length, self.config.hidden_size, 1, 256)
@@ -113,11 +124,12 @@ class DFlash2Room:
         self.config = open_checkpoint(self.where, "drafter").drafter_config
         self.model = self.loaded(Loader)
 
-    def loaded(self, kind: type[Loader]) -> DFlash2:
+    def loaded(self, kind: type[Loader], device: torch.device = CPU) -> DFlash2:
         """The drafter with the products that `kind` loads."""
         own, target = open_checkpoint(self.where, "drafter"), open_checkpoint(self.target)
-        head = kind(target, CPU, torch.float32).linear(["lm_head"])
-        return DFlash2(kind(own, CPU, torch.float32), self.config, target.weight("embed_tokens"), head)
+        head = kind(target, device, torch.float32).linear(["lm_head"])
+        embedding = target.weight("embed_tokens").to(device)
+        return DFlash2(kind(own, device, torch.float32), self.config, embedding, head)
 
     @cached_property
     def oracle(self) -> Dflash2Oracle:

@@ -1,4 +1,4 @@
-"""The card's DFlash2 drafter against the reference drafter, kernels interpreted."""
+"""The card's DFlash2 drafter against the reference drafter, kernels interpreted where there is no card."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from drafting.rooms import DFlash2Room
+from drafting.rooms import CARD, DFlash2Room
 from host_products import HostLoader
 from launches import Launches
 from soloist.drafting.card_dflash2 import CardDFlash2Drafter
@@ -21,6 +21,7 @@ from soloist.models.layers import Loader
 
 SHAPE = {"block": 4, "window": 32, "heads": 2, "kv_heads": 1, "conv_taps": 3}
 # With the products of a card a convolution stands inside its product and SiLU too; with others they are kernels.
+ON_CPU = pytest.mark.skipif(CARD.type != "cpu", reason="products of a CPU, launches counted as interpreted")
 LOADERS = {"a card's products": (HostLoader, (3,)), "other products": (Loader, (1, 3))}
 
 
@@ -43,17 +44,19 @@ def poison(card: CardDFlash2) -> None:
             buffer.fill_(float("nan"))
 
 
-@pytest.mark.parametrize("loader", ["a card's products", pytest.param("other products", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "loader", ["a card's products", pytest.param("other products", marks=[pytest.mark.slow, ON_CPU])]
+)
 def test_drafts_equal_the_reference_while_the_ring_fills_and_comes_round(room: DFlash2Room, loader: str) -> None:
     """Two slots (window 32): one short, one past its window; prompts, then steps whose features are overwritten."""
     kind, sizes = LOADERS[loader]
-    mine, reference = CardDFlash2Drafter(room.loaded(kind), 4, "off"), room.drafter()
+    mine, reference = CardDFlash2Drafter(room.loaded(kind, CARD), 4, "off"), room.drafter()
     poison(mine.card)
     texts = [room.text(1, slot=0), room.text(2, slot=3)]
     at = [5, 38]
-    for drafter in (mine, reference):
-        drafter.absorb([t.part(0, n) for t, n in zip(texts, at, strict=True)])
-    lent = torch.empty(16, texts[0].taps.shape[1])
+    reference.absorb([t.part(0, n) for t, n in zip(texts, at, strict=True)])
+    mine.absorb([t.on_card().part(0, n) for t, n in zip(texts, at, strict=True)])
+    lent = torch.empty(16, texts[0].taps.shape[1], device=CARD)
     for size in sizes:
         asks = [t.ask(n, 3, tree=True) for t, n in zip(texts, at, strict=True)]
         for a, b in zip(mine.propose(asks), reference.propose(asks), strict=True):
@@ -77,12 +80,14 @@ def test_drafts_equal_the_reference_while_the_ring_fills_and_comes_round(room: D
 def made(model: DFlash2, mode: str = "off") -> CardDFlash2:
     c = model.config
     shape = (c.num_layers, 3, c.num_kv_heads, c.window, c.head_dim)
-    card = CardDFlash2(model, torch.zeros(shape), torch.zeros(shape), mode)  # type: ignore[arg-type]
+    keys, values = (torch.zeros(shape, device=model.device) for _ in range(2))
+    card = CardDFlash2(model, keys, values, mode)  # type: ignore[arg-type]
     poison(card)
-    card.taps.normal_(generator=torch.Generator().manual_seed(6))
+    card.taps.copy_(torch.randn(card.taps.shape, generator=torch.Generator().manual_seed(6)))
     return card
 
 
+@ON_CPU
 def test_a_block_does_not_depend_on_its_neighbour(one_layer: DFlash2Room) -> None:
     card = made(one_layer.model)
     card.enter([0, 0, 1], [0, 1, 0])
@@ -94,7 +99,7 @@ def test_a_block_does_not_depend_on_its_neighbour(one_layer: DFlash2Room) -> Non
 
 def test_a_check_names_what_a_graph_left_differently(one_layer: DFlash2Room) -> None:
     """A graph stands in that leaves nothing: the eager run, which does, is compared with it."""
-    card, idle = made(one_layer.model, "check"), SimpleNamespace(replay=lambda: None)
+    card, idle = made(one_layer.loaded(HostLoader, CARD), "check"), SimpleNamespace(replay=lambda: None)
     card.graphs._captured |= {(1, 0): idle, (1, 1): idle}
     with pytest.raises(RuntimeError, match="captured context of 1 rows differs from the eager one in keys"):
         card.enter([0], [0])
@@ -103,6 +108,7 @@ def test_a_check_names_what_a_graph_left_differently(one_layer: DFlash2Room) -> 
     card.enter([0], [0])  # what stands there now is what an eager run leaves
 
 
+@ON_CPU
 def test_launches_of_a_block_and_of_new_context(room: DFlash2Room, one_layer: DFlash2Room) -> None:
     """What a card launches, with its two copies: eleven kernels a layer."""
     block = {}

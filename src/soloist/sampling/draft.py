@@ -50,8 +50,10 @@ def draw(law: TargetLaw, seed: int, position: int, mode: Mode, count: int = 1) -
         return [(token, None) for token in tokens]
     out: list[tuple[int, Law | None]] = []
     left, probs = law.ids, law.probs
-    for token in tokens:
+    for n, token in enumerate(tokens, 1):
         out.append((token, Law(tuple(left.tolist()), tuple(probs.tolist()))))
+        if n == len(tokens):
+            break
         keep = left != token
         left = left[keep]
         rest = law.probs[np.searchsorted(law.ids, left)]
