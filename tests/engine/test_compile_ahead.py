@@ -175,7 +175,7 @@ def test_a_note_is_of_one_card_one_model_and_the_knobs_that_decide(half: Path) -
     assert len(set(others)) == len(others)
 
 
-@pytest.mark.parametrize("program", ["/bin/false", "/bin/true", "/nowhere/python"])
+@pytest.mark.parametrize("program", ["/bin/false", "/bin/true", "/bin/echo", "/nowhere/python"])
 def test_a_start_goes_on_where_nothing_could_be_compiled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, program: str
 ) -> None:

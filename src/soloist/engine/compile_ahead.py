@@ -25,6 +25,7 @@ from pathlib import Path
 import torch
 
 from soloist.checkpoint.reader import Checkpoint
+from soloist.engine.capacity import host_room
 from soloist.engine.selfcheck import user_cache
 from soloist.ops.numerics import code_digest
 from soloist.ops.rehearsal import Card
@@ -33,6 +34,7 @@ from soloist.settings import KNOBS, Settings
 log = logging.getLogger("soloist.kernels")
 
 PATIENCE_S = 240.0
+WORKER_BYTES = 1 << 30  # of host memory that a compiler may take; the weights are read through the same memory
 # Knobs that decide which kernels there are; where one were missing, its kernels would be compiled at their launch.
 DECISIVE = (
     "ctx", "dflash_tokens", "draft_tokens", "drafter", "dtype", "kv_format", "kv_format_v", "linear", "max_seqs",
@@ -84,7 +86,8 @@ class CompileAhead:
             log.info("kernels: all known")
             return
         plain = replace(settings, origins=dict(settings.origins))  # the read-only view cannot be sent
-        order = Order(plain, card, len(os.sched_getaffinity(0)), cubins())
+        workers = max(1, min(len(os.sched_getaffinity(0)), host_room() // WORKER_BYTES))
+        order = Order(plain, card, workers, cubins())
         # Files, not pipes: nobody reads before the end, and a full pipe would be waited for.
         self._said, self._complained = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115
         # The card is the parent's.
@@ -104,14 +107,18 @@ class CompileAhead:
         """Return when the kernels are compiled, or when that is not to be expected any more."""
         if self._process is None:
             return
+        with self._said, self._complained:
+            self._hear(self._process)
+
+    def _hear(self, process: subprocess.Popen[bytes]) -> None:
         waited = time.perf_counter()
         try:
-            code = self._process.wait(PATIENCE_S)
+            code = process.wait(PATIENCE_S)
         except subprocess.TimeoutExpired:
             log.warning("kernels: not compiled in %.0f s; what is missing is compiled as it is launched", PATIENCE_S)
             return
         self._said.seek(0), self._complained.seek(0)
-        lines = self._said.read().decode(errors="replace").splitlines()
+        lines = [x for x in self._said.read().decode(errors="replace").splitlines() if x.startswith("{")]
         if code or not lines:
             log.warning("kernels: %s", self._complained.read().decode(errors="replace").strip()[-2000:])
             return
