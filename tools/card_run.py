@@ -3,6 +3,7 @@
     python3 tools/card_run.py tests --out OUT        # all of tests/gpu, test by test
     python3 tools/card_run.py steps --out OUT        # verify steps, and whole steps of the engine's loop, at 27B shape
     python3 tools/card_run.py memory --out OUT       # starts cold and warm, and bytes by name inside 24 GiB
+    python3 tools/card_run.py kvarn --out OUT        # KVarN's kernels, contracts and steps
     python3 tools/card_run.py --list
 
 A part is a list of commands; each has a limit of its own and writes OUT/PART.txt as it goes, so that a part that is cut
@@ -45,6 +46,11 @@ PARTS = {
         Step("step bf16", "{python} -m soloist.bench.step", 170),
         Step("step fp8 25k", "{python} -m soloist.bench.step --kv fp8 --rows 16 --contexts 25600", 90),
         Step("loop, card", "{python} -m soloist.bench.loop --roads card", 300),
+    ],
+    "kvarn": [
+        Step("kernels", "{python} -m pytest tests/ops/test_triton_kvarn.py -v -m 'slow or not slow'", 120),
+        Step("contracts", "{python} -m pytest tests/gpu/test_engine.py -k tiles -v", 300),
+        Step("step", "{python} -m soloist.bench.step --kv kvarn --rows 1,16 --contexts 1024,25600", 140),
     ],
     "memory": [
         Step("starts", "{python} -m soloist.bench.memory --dir {scratch} --cases cold-start,warm-start,mtp-start", 260),

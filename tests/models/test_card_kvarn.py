@@ -28,6 +28,8 @@ from soloist.ops.linear import Weight
 from soloist.ops.products import stack_dense
 from tiny import build_tiny
 
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are interpreted here; see tests/gpu")
+
 CPU, SLOT = torch.device("cpu"), 1
 PAGES = [6, 7, 0, 1, 10, 11, 2, 3]
 PROMPT = 380
