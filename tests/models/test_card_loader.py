@@ -43,6 +43,7 @@ def checkpoint(tmp_path: Path) -> Checkpoint:
 
 def test_rows_are_stacked_as_stored(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(card_products, "W4Linear", Given)
+    monkeypatch.setattr(card_products, "card_linear", lambda weight, device, dtype: weight)
     load = CardLoader(checkpoint, HOST, torch.bfloat16)
     copied: list[str] = []
     weight = checkpoint.weight
@@ -59,6 +60,9 @@ def test_rows_are_stacked_as_stored(checkpoint: Checkpoint, monkeypatch: pytest.
         assert torch.equal(found.scales, torch.cat([p.scales for p in parts]))
         assert found.zeros is None and found.shape == (sum(p.shape[0] for p in parts), parts[0].shape[1])
     assert copied == []  # no copy on the host
+    assert checkpoint.borrowed("layers.0.linear_attn.in_proj_b") is None
+    load.linear([f"layers.0.linear_attn.in_proj_{n}" for n in "ba"], pad=32)
+    assert copied == [f"layers.0.linear_attn.in_proj_{n}" for n in "ba"]
 
 
 def test_damage_is_found_on_borrowed_pages(checkpoint: Checkpoint) -> None:

@@ -115,9 +115,10 @@ class SyntheticSource:
             return DenseWeight(torch.randn(n, k, device=self.device, dtype=torch.bfloat16) * k**-0.5)
         return self.quantized(n, k, self.device)
 
-    def borrowed(self, module: str) -> Weight:
-        """`weight`: nothing here lies in a file."""
-        return self.weight(module)
+    def borrowed(self, module: str) -> QuantizedWeight | None:
+        """`weight` where it is quantised: nothing here lies in a file."""
+        weight = self.weight(module)
+        return weight if isinstance(weight, QuantizedWeight) else None
 
     @staticmethod
     def quantized(n: int, k: int, device: torch.device) -> QuantizedWeight:
@@ -176,9 +177,10 @@ class SyntheticDFlash2:
             return DenseWeight(torch.randn(n, k, device=self.device, dtype=torch.bfloat16) * k**-0.5)
         return SyntheticSource.quantized(n, k, self.device)
 
-    def borrowed(self, module: str) -> Weight:
-        """`weight`: nothing here lies in a file."""
-        return self.weight(module)
+    def borrowed(self, module: str) -> QuantizedWeight | None:
+        """`weight` where it is quantised: nothing here lies in a file."""
+        weight = self.weight(module)
+        return weight if isinstance(weight, QuantizedWeight) else None
 
     def tensor(self, name: str) -> torch.Tensor:
         c = self.config

@@ -134,12 +134,20 @@ class Checkpoint:
             module = "embed_tokens"
         return formats.load(self._stored(module), copy)
 
-    def borrowed(self, module: str) -> Weight:
-        """`weight`, checked like it, on the mapped file's pages where the format allows: for who copies it at once."""
+    def borrowed(self, module: str) -> QuantizedWeight | None:
+        """A quantised `weight`, checked like it, on the mapped file's pages where its format allows.
+
+        For who copies it at once. None for a dense one.
+        """
         if module == "lm_head" and module not in self.modules and self.config.tied:
             module = "embed_tokens"
-        formats.check(self._stored(module))
-        return formats.load(self._stored(module), copy=False)
+        stored = self._stored(module)
+        if stored.dense:
+            return None
+        formats.check(stored)
+        weight = formats.load(stored, copy=False)
+        assert isinstance(weight, QuantizedWeight)
+        return weight
 
     def _stored(self, module: str) -> StoredModule:
         if module not in self.modules:

@@ -9,14 +9,14 @@ import torch
 
 from soloist.models.layers import Loader, Source
 from soloist.ops.card_products import CardLinear, card_linear, fused_card_linear, runs_w4
-from soloist.ops.linear import Weight
+from soloist.ops.linear import QuantizedWeight, Weight
 
 
 class CardSource(Source, Protocol):
     """Where a card's weights come from."""
 
-    def borrowed(self, module: str) -> Weight:
-        """`weight(module)` for who copies it at once: it may lie on the pages of a file."""
+    def borrowed(self, module: str) -> QuantizedWeight | None:
+        """A quantised `weight(module)` for who copies it at once: it may lie on the pages of a file. None: dense."""
         ...
 
 
@@ -38,7 +38,9 @@ class CardLoader(Loader):
 
     def _weights(self, modules: Sequence[str], pad: int = 1) -> list[Weight]:
         """4-bit rows go from the file's pages to the card; others are copied and changed on the host first."""
-        borrowed = [self.source.borrowed(m) for m in modules]
-        if pad == 1 and runs_w4(borrowed, self.device, self.dtype):
-            return borrowed
+        if pad == 1:
+            borrowed = [self.source.borrowed(m) for m in modules]
+            rows: list[Weight] = [w for w in borrowed if w is not None]
+            if len(rows) == len(modules) and runs_w4(rows, self.device, self.dtype):
+                return rows
         return [self.source.weight(m) for m in modules]
