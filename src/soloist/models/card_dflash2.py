@@ -87,9 +87,11 @@ class CardDFlash2:
         count, block = key
         if block:
             return {"candidates and scores": self._found}
-        table = {name: t[:count].long() for name, t in self._context.card.items()}
-        lanes = table["positions"] % self.model.config.window
-        return {"keys": self.keys[:, table["slots"], :, lanes], "values": self.values[:, table["slots"], :, lanes]}
+        slots, positions = (self._context.card[name][:count].long() for name in ("slots", "positions"))
+        # Padding rows all write one lane of their slot, in any order.
+        real = slots < self.slots
+        slots, lanes = slots[real], positions[real] % self.model.config.window
+        return {"keys": self.keys[:, slots, :, lanes], "values": self.values[:, slots, :, lanes]}
 
     def _log_form(self, convs: Sequence[GroupedConv]) -> None:
         """Say once which convolutions stand inside their products, and why the others are kernels."""
