@@ -158,7 +158,7 @@ class Settings:
         "auto", "Type of activations and products; auto: float32 on a CPU, bfloat16 on a card.", group="Numerics"
     )
     graphs: Literal["on", "off", "check"] = knob(
-        "on", "CUDA graphs of the decode step; check: also run eagerly and compare.", group="Numerics"
+        "on", "CUDA graphs of decode steps and drafts; check: also run eagerly and compare.", group="Numerics"
     )
     linear: str = knob("auto", "Product backend by name; auto: the first that passes the check.", group="Numerics")
     state_dtype: Literal["float32", "float16"] = knob(
