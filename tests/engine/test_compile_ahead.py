@@ -203,6 +203,34 @@ def test_what_was_compiled_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     again.wait()
 
 
+FEW = """
+import soloist.engine.rehearsal as rehearsal
+every = rehearsal.compile_all
+rehearsal.compile_all = lambda jobs, workers, kernels: every(jobs[:3], workers, kernels)
+raise SystemExit(rehearsal.main())
+"""
+
+
+def test_the_process_beside_a_start(
+    half: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As a start runs it, except that it compiles three kernels only."""
+    script = tmp_path / "python"
+    script.write_text(f"#!/bin/sh\nexec {sys.executable} -c '{FEW}'\n")
+    script.chmod(0o755)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(p for p in sys.path if p))
+    monkeypatch.setattr(sys, "executable", str(script))
+    settings = resolve({"model": str(half), "device": "cuda", "spec": "none", "max_seqs": "1"}, {}, {})
+    note = tmp_path / "note.json"
+    with caplog.at_level(logging.INFO):
+        CompileAhead(settings, CARD, note).wait()
+    assert "3 variants, 3 compiled" in caplog.text, caplog.text
+    assert _all_there(note) and all(str(tmp_path) in file for file in json.loads(note.read_text()))
+
+
 def test_the_first_layers_hold_every_pair_of_neighbours(half: Path) -> None:
     # LLLFLLLF: two linear ones, linear before full, full before linear.
     assert kinds_of_layers(open_checkpoint(half)) == 5
