@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import socket
 import sys
+import threading
 from collections.abc import Iterator
 from types import FrameType
 
@@ -13,6 +15,8 @@ from soloist.chat import launcher
 from soloist.chat.session import Session
 from soloist.errors import SoloistError, UserError
 from soloist.settings import Settings
+
+REPEAT_S = 0.2
 
 
 def chat(settings: Settings, url: str | None = None, system: str = "", may_start: bool = True) -> None:
@@ -70,18 +74,37 @@ def _server(settings: Settings, url: str | None, may_start: bool) -> Iterator[st
 
 @contextlib.contextmanager
 def _ends_on_hangup() -> Iterator[None]:
-    """Turn SIGTERM and SIGHUP into an orderly exit, so that the server is stopped."""
+    """Turn SIGTERM and SIGHUP into an orderly exit, so that the server is stopped.
+
+    A handler runs between two instructions of Python, so one whose signal comes just before readline waits for keys
+    waits for a key itself, and what it raises inside a finaliser goes no further. A thread, woken by the signal's own
+    byte, repeats the signal until the block is left.
+    """
 
     def leave(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
 
+    def repeat() -> None:
+        with woken:
+            while received := woken.recv(1):
+                while received[0] in signals and not left.wait(REPEAT_S):
+                    signal.pthread_kill(main, received[0])
+
     signals = (signal.SIGTERM, signal.SIGHUP)
+    left, main = threading.Event(), threading.get_ident()
+    woken, waking = socket.socketpair()
+    waking.setblocking(False)
+    threading.Thread(target=repeat, daemon=True).start()
+    outer = signal.set_wakeup_fd(waking.fileno(), warn_on_full_buffer=False)
     before = [signal.signal(s, leave) for s in signals]
     try:
         yield
     finally:
+        left.set()
         for s, handler in zip(signals, before, strict=True):
             signal.signal(s, handler)
+        signal.set_wakeup_fd(outer)
+        waking.close()
 
 
 def _mention_unused(settings: Settings, target: str) -> None:

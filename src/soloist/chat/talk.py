@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
 
 from soloist.chat import slash
 from soloist.chat.client import Answer, Client, Served
@@ -86,14 +90,17 @@ class Talk:
         pieces = self.client.stream(self.served.name, self.session.messages(), self.session.request_options(), answer)
         kind = ""
         try:
-            for piece in pieces:
-                reasoning = piece.kind == "reasoning"
-                if reasoning and not aside.is_terminal:
-                    continue
-                if kind and kind != piece.kind:
-                    aside.line()
-                kind = piece.kind
-                (aside if reasoning else self.out).write(piece.text, DIM if reasoning else "")
+            with _interrupts() as asked:
+                for piece in pieces:
+                    if asked:
+                        raise KeyboardInterrupt
+                    reasoning = piece.kind == "reasoning"
+                    if reasoning and not aside.is_terminal:
+                        continue
+                    if kind and kind != piece.kind:
+                        aside.line()
+                    kind = piece.kind
+                    (aside if reasoning else self.out).write(piece.text, DIM if reasoning else "")
         except KeyboardInterrupt:
             pieces.close()
         finally:
@@ -101,3 +108,19 @@ class Talk:
             self.session.answered(answer.content, answer.reasoning)
         self.err.line(status_line(answer), DIM)
         return answer
+
+
+@contextmanager
+def _interrupts() -> Iterator[list[int]]:
+    """Inside, a Ctrl-C is noted as well as raised: what is raised while Python runs a finaliser goes no further."""
+    noted: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        noted.append(number)
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield noted
+    finally:
+        signal.signal(signal.SIGINT, before)
