@@ -172,7 +172,7 @@ def _reported(settings: Settings) -> dict[str, str]:
 def card_shapes(max_seqs: int, verify_rows: int, context_pages: int, pool_pages: int) -> CardShapes:
     """Buffers of the largest step: every request with its rows, up to MAX_ROWS rows in all."""
     rows = max(verify_rows, min(max_seqs * verify_rows, MAX_ROWS))
-    from soloist.models.card import CardShapes
+    from soloist.models.card import MAX_DEPTH, CardShapes
     from soloist.ops.triton.attention import SPLIT
 
     splits = pool_pages * PAGE // SPLIT + 2 * max_seqs
@@ -184,6 +184,7 @@ def card_shapes(max_seqs: int, verify_rows: int, context_pages: int, pool_pages:
         pages=-(-(context_pages + 1) // 16) * 16,
         branches=rows // 2,
         splits=verify_rows * splits + rows,
+        depth=max(verify_rows, MAX_DEPTH),
     )
 
 

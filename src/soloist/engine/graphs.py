@@ -96,6 +96,7 @@ class GraphedModel(CardModel):
         elif any(p.rows for p in paths):
             self._path.write(paths)
             self._settling.replay()
+            self._path.sent()
 
     @property
     def partials(self) -> Partials:

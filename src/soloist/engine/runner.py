@@ -87,15 +87,24 @@ class Runner:
     # -- decode ----------------------------------------------------------------------------------------------------
 
     def decode(self, requests: Sequence[Request]) -> None:
-        """One step of every request: draft, verify, accept, commit."""
+        """One step of every request: draft, verify, accept, commit. Requests that do not fit into one go in halves."""
+        if len(requests) > 1 and self._rows_each(requests) == 0:
+            half = len(requests) // 2
+            self.decode(requests[:half])
+            self.decode(requests[half:])
+            return
         proposals = self._draft(requests)
         step, features, logits = self._verify(requests, proposals)
         verdicts = self._accept(requests, proposals, step, logits, features.heads() if features.heads else None)
         self._commit(requests, step, features, verdicts)
 
+    def _rows_each(self, requests: Sequence[Request]) -> int:
+        return self.model.rows_each([r.settled for r in requests])
+
     def _draft(self, requests: Sequence[Request]) -> list[Proposal]:
-        # All requests share the rows of the largest step; who gets how many depends on their number alone.
-        most = min(self.verify_rows, max(1, MAX_ROWS // len(requests))) - 1
+        # All requests share the rows of the largest step; who gets how many depends on their number and lengths alone.
+        each = min(MAX_ROWS // len(requests), self._rows_each(requests))
+        most = min(self.verify_rows, max(1, each)) - 1
         limits = [max(0, min(most, r.remaining - 1, self.max_len - r.length)) for r in requests]
         proposals = self.speculation.propose(requests, limits)
         for i, request in enumerate(requests):

@@ -35,18 +35,20 @@ from soloist.ops.triton.embed import Table, embed
 
 log = logging.getLogger("soloist.models")
 
-MAX_DEPTH = 32
+MAX_DEPTH = 32  # rows along a path, unless VERIFY_ROWS asks for more
 
 
 @dataclass(frozen=True)
 class CardShapes:
-    """Largest step: `rows` rows of `requests` requests with `pages` pages each; `branches` states kept along trees."""
+    """Largest step: `rows` rows of `requests` requests with `pages` pages each; `branches` states kept along trees,
+    `splits` partial results of attention, one for every row of padding included; `depth` rows along a path."""
 
     rows: int
     requests: int
     pages: int
     branches: int
     splits: int
+    depth: int = MAX_DEPTH
 
 
 class Tables:
@@ -63,7 +65,7 @@ class Tables:
             "keep": (t,),
             "parts": (t,),
             "taps": (t, conv_kernel),
-            "lanes": (t, MAX_DEPTH),
+            "lanes": (t, shapes.depth),
             "slots": (r,),
             "starts": (r,),
             "counts": (r,),
@@ -74,6 +76,7 @@ class Tables:
         pin = device.type == "cuda"
         self._host = torch.zeros(sum(sizes.values()), dtype=torch.int32, pin_memory=pin)
         self._card = torch.zeros_like(self._host, device=device)
+        self._sent = torch.cuda.Event() if pin else None
         self.host: dict[str, torch.Tensor] = {}
         self.card: dict[str, torch.Tensor] = {}
         at = 0
@@ -87,6 +90,8 @@ class Tables:
     def fill(self, step: VerifyStep, bucket: int) -> None:
         """Write one step, padded to `bucket` rows, and upload it. Padding rows belong to no request: they attend to
         themselves and are walked by nobody."""
+        if self._sent is not None:
+            self._sent.synchronize()  # whoever runs steps without reading their results may be ahead of the card
         h = self._views
         count, requests, columns = step.rows, len(step.attention), step.taps.shape[1] - 1
         h["tokens"][:count] = step.tokens
@@ -119,6 +124,8 @@ class Tables:
         h["parts"][count:bucket] = np.arange(parts, parts + bucket - count)
         self._branches(step.parent.tolist(), bucket)
         self._card.copy_(self._host, non_blocking=True)
+        if self._sent is not None:
+            self._sent.record()
 
     def _pages(self, request: int, pages: Sequence[int]) -> None:
         """A request's page ids. A list of thousands mostly is what stood there one step ago, and a few more."""
@@ -235,6 +242,12 @@ class CardModel(Qwen35):
             decay=full(deltas, t, hv),
             beta=full(deltas, t, hv),
         )
+
+    def rows_each(self, settled: Sequence[int]) -> int:
+        """See `Qwen35`. Requests that share pages of a prompt may have more splits between them than the pool has."""
+        s = self.shapes
+        splits = sum((n + s.depth - 1) // attention.SPLIT + 1 for n in settled)
+        return min(s.rows // len(settled), (s.splits - s.rows) // splits)
 
     @torch.inference_mode()
     def forward(self, step: VerifyStep | PrefillStep, caches: Caches, taps: Sequence[int] = ()) -> Features:
@@ -390,6 +403,7 @@ class CardModel(Qwen35):
             return
         self._path.write(paths)
         self.settle_rows()
+        self._path.sent()
 
     def settle_rows(self) -> None:
         """Upload the paths written last and move their rows into the caches."""
@@ -414,30 +428,40 @@ class Paths:
     """Accepted rows per request, uploaded in one copy."""
 
     def __init__(self, shapes: CardShapes, device: torch.device) -> None:
-        self._requests = shapes.requests
-        size = shapes.requests * (MAX_DEPTH + 1)
+        self._requests, self._depth = shapes.requests, shapes.depth
+        size = shapes.requests * (shapes.depth + 1)
         self._host = torch.zeros(size, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._card = torch.zeros_like(self._host, device=device)
+        self._sent = torch.cuda.Event() if device.type == "cuda" else None
 
     def write(self, paths: Sequence[AcceptedPath]) -> None:
-        """Host side of `fill`; requests not listed have length 0."""
+        """Host side of `fill`, once the card has read what was written last; requests not listed have length 0."""
+        if self._sent is not None:
+            self._sent.synchronize()
         rows, lengths = self._views(self._host)
         lengths.zero_()
         for p in paths:
             rows[p.request, : len(p.rows)] = torch.tensor(p.rows, dtype=torch.int32)
             lengths[p.request] = len(p.rows)
 
+    def sent(self) -> None:
+        """Behind an upload, which may have been a graph's."""
+        if self._sent is not None:
+            self._sent.record()
+
     def upload(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(path [R, MAX_DEPTH], lengths [R]) on the card."""
+        """(path [R, depth], lengths [R]) on the card."""
         self._card.copy_(self._host, non_blocking=True)
         return self._views(self._card)
 
     def fill(self, paths: Sequence[AcceptedPath]) -> tuple[torch.Tensor, torch.Tensor]:
         self.write(paths)
-        return self.upload()
+        uploaded = self.upload()
+        self.sent()
+        return uploaded
 
     def _views(self, flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return flat[self._requests :].view(self._requests, MAX_DEPTH), flat[: self._requests]
+        return flat[self._requests :].view(self._requests, self._depth), flat[: self._requests]
 
 
 def _decode(product: object, x: torch.Tensor, out: torch.Tensor, squares: Squares | None = None) -> None:

@@ -6,6 +6,7 @@ and state as it goes, because prompt rows are settled the moment they are comput
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -53,6 +54,10 @@ class Qwen35:
             yield from mixer.products()
             yield from (mlp.gate_up, mlp.down)
         yield self.head
+
+    def rows_each(self, settled: Sequence[int]) -> int:
+        """Rows that each request of one step may have, by the tokens settled of each; 0: they do not fit together."""
+        return sys.maxsize
 
     @torch.inference_mode()
     def forward(self, step: VerifyStep | PrefillStep, caches: Caches, taps: Sequence[int] = ()) -> Features:
