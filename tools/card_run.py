@@ -7,8 +7,8 @@
     python3 tools/card_run.py --list
 
 A part is a list of commands; each has a limit of its own and writes OUT/PART.txt as it goes, so that a part that is cut
-short leaves what it has. JSON documents (the last line of a benchmark) go to OUT/PART.json, one more after every
-command, with the exit codes and seconds. One command that fails ends no other.
+short leaves what it has. JSON documents (the last line of a benchmark; every one of a benchmark that failed) go to
+OUT/PART.json, one more after every command, with the exit codes and seconds. One command that fails ends no other.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -29,6 +30,8 @@ from typing import Any, TextIO
 ROOT = Path(__file__).resolve().parent.parent
 PART_S = 570  # of ten minutes: the rest is for saying what came of it
 MODEL_BYTES = 18 << 30  # a random 27B directory
+# The options of pyproject.toml refuse to run where a plugin they name is not installed.
+PYTEST = "{python} -m pytest -o addopts=--import-mode=importlib -p no:cacheprovider -v"
 
 
 @dataclass(frozen=True)
@@ -41,15 +44,15 @@ class Step:
 
 
 PARTS = {
-    "tests": [Step("tests/gpu", "{python} -m pytest tests/gpu -v -ra --durations=25 -p no:cacheprovider", 560)],
+    "tests": [Step("tests/gpu", PYTEST + " -ra --durations=25 -m 'not slow and not full' tests/gpu", 560)],
     "steps": [
         Step("step bf16", "{python} -m soloist.bench.step", 170),
         Step("step fp8 25k", "{python} -m soloist.bench.step --kv fp8 --rows 16 --contexts 25600", 90),
         Step("loop, card", "{python} -m soloist.bench.loop --roads card", 300),
     ],
     "kvarn": [
-        Step("kernels", "{python} -m pytest tests/ops/test_triton_kvarn.py -v -m 'slow or not slow'", 120),
-        Step("contracts", "{python} -m pytest tests/gpu/test_engine.py -k tiles -v", 300),
+        Step("kernels", PYTEST + " tests/ops/test_triton_kvarn.py", 120),
+        Step("contracts", PYTEST + " tests/gpu/test_engine.py -k tiles", 300),
         Step("step", "{python} -m soloist.bench.step --kv kvarn --rows 1,16 --contexts 1024,25600", 140),
     ],
     "memory": [
@@ -79,7 +82,8 @@ def environment() -> dict[str, str]:
 
 
 def run(step: Step, left: float, log: TextIO) -> dict[str, Any]:
-    """The command's exit code, seconds, and its last line where that is a JSON object."""
+    """The command's exit code, seconds, and its last line where that is a JSON object. What came to no good end leaves
+    every such line: the last one need not hold the others."""
     command = step.command.format(python=sys.executable, scratch=scratch())
     limit = max(1.0, min(step.limit_s, left))
     log.write(f"\n== {step.name} (at most {limit:.0f} s): {command}\n")
@@ -91,7 +95,7 @@ def run(step: Step, left: float, log: TextIO) -> dict[str, Any]:
     )  # fmt: skip
     signal.signal(signal.SIGALRM, lambda *_: _end(process))
     signal.alarm(int(limit))
-    last = ""
+    last, documents = "", []
     assert process.stdout is not None
     try:
         for line in process.stdout:
@@ -100,22 +104,26 @@ def run(step: Step, left: float, log: TextIO) -> dict[str, Any]:
             log.write(line if len(line) < 4000 else line[:200] + " ... (the document is in the JSON file)\n")
             log.flush()
             last = line if line.strip() else last
+            if (said := _document(line)) is not None:
+                documents.append(said)
         code = process.wait()
     finally:
         signal.alarm(0)
     seconds = time.monotonic() - began
     found: dict[str, Any] = {"name": step.name, "command": command, "code": code, "seconds": round(seconds, 1)}
     found["ended_by_limit"] = code == -signal.SIGKILL and seconds >= limit - 1
-    document = _document(last)
-    if document is not None:
-        found["document"] = document
+    if documents and _document(last) is not None:
+        found["document"] = documents[-1]
+    if documents and code != 0:
+        found["documents"] = documents
     log.write(f"== {step.name}: exit code {code} after {seconds:.0f} s\n")
     return found
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """End the command with everything it started."""
-    os.killpg(process.pid, signal.SIGKILL)
+    """End the command with everything it started; it may have ended this very moment."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def _document(line: str) -> dict[str, Any] | None:
