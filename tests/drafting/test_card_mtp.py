@@ -38,10 +38,12 @@ def room(request, tmp_path_factory) -> MTPRoom:
     return MTPRoom(tmp_path_factory.mktemp("card_mtp"), ids)
 
 
-def card_of(room: MTPRoom, module: MTPModule, depth: int, mode: str = "off") -> tuple[CardMTP, KVStore]:
+def card_of(
+    room: MTPRoom, module: MTPModule, depth: int, mode: str = "off", entries: int = 400
+) -> tuple[CardMTP, KVStore]:
     """Whatever a launch has to write before it is read is NaN."""
     c = room.config
-    partials = Partials.allocate(400, c.num_heads, c.head_dim, module.device)
+    partials = Partials.allocate(entries, c.num_heads, c.head_dim, module.device)
     kv = room.kv(module.device)
     card = CardMTP(module, kv, depth, SLOTS, PAGES, partials, mode)  # type: ignore[arg-type]
     scratch = [getattr(card, f"_{name}") for name in ("pair", "x", "h", "delta", "z", "qkv", "q", "k", "v", "mixed")]
@@ -50,9 +52,9 @@ def card_of(room: MTPRoom, module: MTPModule, depth: int, mode: str = "off") -> 
     return card, kv
 
 
-def on_card(room: MTPRoom, depth: int = 3) -> CardMTPDrafter:
+def on_card(room: MTPRoom, depth: int = 3, entries: int = 400) -> CardMTPDrafter:
     module = room.module if CARD.type == "cpu" else room.loaded(HostLoader, CARD)
-    return CardMTPDrafter(*card_of(room, module, depth))
+    return CardMTPDrafter(*card_of(room, module, depth, entries=entries))
 
 
 def same(a, b) -> None:
@@ -111,6 +113,35 @@ def test_drafts_equal_the_reference_through_a_requests_life(room: MTPRoom, way: 
             mine.absorb([replace(p, hidden=mine_rows)])
             rows += len(p.hidden)
         at = [n + size for n, size in zip(at, sizes, strict=True)]
+
+
+def test_steps_in_which_nobody_is_asked_leave_their_features(room: MTPRoom) -> None:
+    """Where no draft pays, rows wait for steps, and the buffer that their features stood in is overwritten by each."""
+    text, mine, reference = room.text(4), on_card(room, 2), room.drafter(depth=2)
+    reference.absorb([text.part(0, 9)])
+    mine.absorb([text.on_card().part(0, 9)])
+    lent = torch.empty(2, room.config.hidden_size, device=CARD)
+    for n in (9, 11, 13):
+        reference.absorb([text.part(n, n + 2)])
+        mine.absorb([replace(text.part(n, n + 2), hidden=lent.copy_(text.hidden[n : n + 2]))])
+        assert mine.propose([text.ask(n + 2, 0)])[0].tokens == []
+        lent.fill_(float("nan"))
+    same(*(d.propose([text.ask(15, 2)])[0] for d in (mine, reference)))
+
+
+def test_rows_that_have_no_room_for_their_splits_take_the_other_road(room: MTPRoom, monkeypatch) -> None:
+    text, mine, reference = room.text(6), on_card(room, 2, entries=12), room.drafter(depth=2)
+    assert mine.card.fits([(0, 8), (300, 1)]) and not mine.card.fits([(0, 12)]) and not mine.card.fits([(600, 4)])
+    assert not on_card(room).card.fits([(0, 65)])
+    settle = mine.card.settle
+    monkeypatch.setattr(mine.card, "settle", lambda parts: pytest.fail("a pass that does not fit"))
+    for drafter in (reference, mine):
+        drafter.absorb([(text if drafter is reference else text.on_card()).part(0, 20)])
+    same(*(d.propose([text.ask(20, 2)])[0] for d in (mine, reference)))
+    monkeypatch.setattr(mine.card, "settle", settle)
+    for drafter in (reference, mine):
+        drafter.absorb([(text if drafter is reference else text.on_card()).part(20, 22)])
+    same(*(d.propose([text.ask(22, 2)])[0] for d in (mine, reference)))
 
 
 @pytest.mark.slow

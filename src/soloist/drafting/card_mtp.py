@@ -12,15 +12,17 @@ from collections.abc import Sequence
 import torch
 
 from soloist.cache.kv import KVStore
+from soloist.drafting.draft import Draft
 from soloist.drafting.drafter import Ask
 from soloist.drafting.mtp import MTPDrafter, _Path, _Request, _Step
-from soloist.models.card_mtp import SETTLED, CardMTP, Levels, Settled, Wanted
+from soloist.models.card_mtp import CardMTP, Levels, Settled, Wanted
 from soloist.models.pictures import Sight
 from soloist.sampling.rng import Stream, key_before_position
 
 
 class CardMTPDrafter(MTPDrafter):
-    """`MTPDrafter` whose decode steps run on the graphs of `card`; prompts and pictures take the reference's road."""
+    """`MTPDrafter` whose decode steps run on the graphs of `card`; prompts, pictures and rows that do not fit a pass
+    take the reference's road."""
 
     def __init__(self, card: CardMTP, kv: KVStore) -> None:
         super().__init__(card.module, kv, card.depth, beam=2)
@@ -59,7 +61,7 @@ class CardMTPDrafter(MTPDrafter):
             if sight is not None:
                 behind = behind and first >= sight.pictures[-1].end
                 turns[slot] = sight.offset
-        if len(tokens) > SETTLED[-1] or not behind:
+        if not behind or not self.card.fits([(positions[a], b - a) for a, b in spans.values()]):
             found = super()._pass(tokens, hidden, positions, sights, spans, pages)
             for slot in spans:
                 self._output[slot] = self.card.outputs[slot].copy_(self._output[slot])
@@ -72,6 +74,12 @@ class CardMTPDrafter(MTPDrafter):
             self._output[slot] = self.card.outputs[slot]
         return {}
 
+    def propose(self, batch: Sequence[Ask]) -> list[Draft]:
+        drafts = super().propose(batch)
+        # Parts that nobody asked about, all of them where no draft pays, outlive this step's features.
+        self._backlog.detach()
+        return drafts
+
     def _catch_up(self, asks: Sequence[Ask]) -> None:
         """Every request's rows up to its anchor, in its pages."""
         for ask in asks:
@@ -83,8 +91,6 @@ class CardMTPDrafter(MTPDrafter):
         requests = [_Request(ask) for ask in asks]
         for tree in {ask.tree for ask in asks}:
             self._follow([r for r in requests if r.ask.tree is tree], self.beam if tree else 1)
-        # Parts that nobody asked about outlive this step's features.
-        self._backlog.detach()
         return requests
 
     def _follow(self, requests: Sequence[_Request], beam: int) -> None:

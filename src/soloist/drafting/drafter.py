@@ -106,6 +106,7 @@ class Backlog:
 
     limit: int
     _parts: dict[int, list[SettledTokens]] = field(default_factory=dict)
+    _copied: dict[int, int] = field(default_factory=dict)  # of a slot's parts, the first so many are copies already
 
     def add(self, part: SettledTokens) -> bool:
         """Queue a part; True when the slot's backlog is long enough to be computed at once."""
@@ -115,6 +116,8 @@ class Backlog:
 
     def take(self, slots: Sequence[int]) -> list[SettledTokens]:
         """The queued parts of these slots, in order, slot by slot."""
+        for slot in slots:
+            self._copied.pop(slot, None)
         return [part for slot in slots for part in self._parts.pop(slot, [])]
 
     def has(self, slot: int) -> bool:
@@ -123,9 +126,13 @@ class Backlog:
     def detach(self) -> None:
         """Copy the features of what is still queued: a card's are good until its next step only."""
         for slot, parts in self._parts.items():
-            self._parts[slot] = [
-                replace(p, hidden=p.hidden.clone(), taps=None if p.taps is None else p.taps.clone()) for p in parts
+            first = self._copied.get(slot, 0)
+            parts[first:] = [
+                replace(p, hidden=p.hidden.clone(), taps=None if p.taps is None else p.taps.clone())
+                for p in parts[first:]
             ]
+            self._copied[slot] = len(parts)
 
     def drop(self, slot: int) -> None:
         self._parts.pop(slot, None)
+        self._copied.pop(slot, None)

@@ -164,9 +164,16 @@ class CardMTP:
 
     # -- the host's side -------------------------------------------------------------------------------------------
 
+    def fits(self, spans: Sequence[tuple[int, int]]) -> bool:
+        """Whether rows of several slots, (first position, rows) each, are one pass: there are buffers for so many, and
+        room for the splits of their attention (many rows of a long text need more than a step does)."""
+        entries = sum(n * ((first + n - 1) // draft.SPLIT + 1) for first, n in spans)
+        # One entry is read by rows of padding.
+        return sum(n for _, n in spans) <= SETTLED[-1] and entries < self._partials[0].shape[0]
+
     @torch.inference_mode()
     def settle(self, parts: Sequence[Settled]) -> None:
-        """Compute these rows into the pages; `hidden` holds their hidden states in order. At most SETTLED[-1] rows."""
+        """Compute these rows, which `fits` takes, into the pages; `hidden` holds their hidden states in order."""
         host = self._settled.open()
         count = sum(len(p.tokens) for p in parts)
         bucket = SETTLED[bisect.bisect_left(SETTLED, count)]
