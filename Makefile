@@ -1,4 +1,4 @@
-# make chat | serve | test | slow | full | lint | setup | dev | docs | figures | soak | contracts | lock
+# make chat | serve | test | slow | full | kernels | lint | setup | dev | docs | figures | soak | contracts | lock
 # Knobs pass through: make serve MODEL=~/models/qwen SPEC=dflash2 PORT=8000
 
 VENV := .venv
@@ -13,13 +13,14 @@ export VENV
 JOBS ?= 2
 PYTEST = $(PYTHON_BIN) -m pytest -n $(JOBS) --dist loadscope
 
-.PHONY: help chat serve test slow full lint setup dev docs figures soak contracts lock
+.PHONY: help chat serve test slow full kernels lint setup dev docs figures soak contracts lock
 
 help:
 	@echo "make chat    set up if needed, serve the bundled demo model, open a chat"
 	@echo "make serve   set up if needed, serve MODEL (default: the bundled demo) on PORT (18020)"
 	@echo "make test    set up if needed, run the default test suite"
 	@echo "make slow    the tests that take minutes; make full: the sweeps that take hours"
+	@echo "make kernels compiles every kernel for every card, sm_80 to sm_120; needs none"
 	@echo "make lint    ruff and mypy"
 	@echo "make setup   only create .venv with what serving needs; make dev adds what testing needs"
 	@echo "make docs    write the pages that come from code and data"
@@ -45,6 +46,9 @@ slow: $(DEV)
 
 full: $(DEV)
 	$(PYTEST) -m full
+
+kernels: $(DEV)
+	$(PYTEST) -m "not full" tests/ops/test_aot.py
 
 lint: $(DEV)
 	$(PYTHON_BIN) -m ruff check .

@@ -9,8 +9,8 @@ import pytest
 
 from soloist.ops.aot import SHARED_LIMIT
 
-# Two cards stand for the rest in a quick run: the smallest shared memory and the dependent launches.
-QUICK = (86, 90)
+# In a quick run the card with the smallest shared memory stands for the rest; CI compiles for all of them.
+QUICK = (86,)
 
 
 @pytest.mark.parametrize(
