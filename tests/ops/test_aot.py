@@ -88,3 +88,43 @@ def test_shared_splits_and_a_rows_own_multiply_alike(arch: int) -> None:
     for shape, kernels in found.items():
         assert len(kernels["_past"]) == len(kernels["_recent"]) == 2, (shape, kernels)
         assert kernels["_past"] == kernels["_recent"], (shape, kernels)
+
+
+FUSED = """
+import torch
+from soloist.ops import aot
+from soloist.ops.triton import attention
+
+def half(*shape):
+    return torch.zeros(shape, dtype=torch.bfloat16)
+
+def index(*shape):
+    return torch.zeros(shape, dtype=torch.int32)
+
+t, r, pages, heads, kv, dim = 16, 2, 8, 8, 2, 128
+table = {{n: index(r) for n in ("starts", "counts", "settled")}}
+table |= {{n: index(t) for n in ("request", "positions", "parts")}}
+table |= {{"page_table": index(r, pages), "lanes": index(t, 32)}}
+partials = attention.Partials.allocate(64, heads, dim, torch.device("cpu"))
+rows, keys, seen = half(t, kv, dim), half(pages * 64, kv, dim), []
+with aot.compiling({arch}, seen):
+    attention.verify_attention(
+        half(t, heads, dim), rows, rows, keys, keys, table, partials, half(t, 24 * dim), half(t, heads * dim), dim**-0.5
+    )
+for kernel, compiled in seen:
+    print(kernel, compiled.asm["ptx"].count("fma.rn.f32"))
+"""
+
+
+@pytest.mark.parametrize("arch", [86, pytest.param(90, marks=pytest.mark.slow)])
+def test_a_scale_that_rounds_is_fused_nowhere(arch: int) -> None:
+    """What is fused is the running total of a row; a shared split has twice the rows. Where the scale is no power of
+    two a fused score would have other bits than a row's own split gives it."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
+    done = subprocess.run(
+        [sys.executable, "-c", FUSED.format(arch=arch)], capture_output=True, text=True, env=environment, timeout=600
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    fused = {name: int(count) for name, count in (line.split() for line in done.stdout.splitlines())}
+    assert fused["_past"] == 2 * fused["_recent"] > 0, fused

@@ -50,8 +50,11 @@ class Rig:
         self.device = device
 
 
-@pytest.mark.parametrize("settled", [(0, 0), (63, 130), (256, 300), (511, 255)])
-def test_attention_over_pages_and_ancestors(device: torch.device, settled: tuple[int, int]) -> None:
+@pytest.mark.parametrize(
+    ("settled", "scale"),
+    [((0, 0), 0.125), ((63, 130), 0.125), ((256, 300), 0.125), ((511, 255), 0.125), ((300, 515), 0.1)],
+)
+def test_attention_over_pages_and_ancestors(device: torch.device, settled: tuple[int, int], scale: float) -> None:
     torch.manual_seed(1)
     rig, heads, kv, dim = Rig(settled, device), 6, 2, 64
     rows = rig.step.rows
@@ -63,13 +66,13 @@ def test_attention_over_pages_and_ancestors(device: torch.device, settled: tuple
         part.fill_(float("nan"))
     table = {n: t[:rows] if n in ("positions", "request", "parts", "lanes") else t for n, t in rig.card.items()}
     out = attention.verify_attention(
-        q, k, v, keys, values, table, partials, qkv, poison(rows, heads * dim, device=device), dim**-0.5
+        q, k, v, keys, values, table, partials, qkv, poison(rows, heads * dim, device=device), scale
     )
     past = []
     for part in rig.batch:
         index = token_rows(part.pages, part.settled)
         past.append((keys.cpu()[index], values.cpu()[index]))
-    truth = reference_attention.verify_attention(q.cpu(), k.cpu(), v.cpu(), past, rig.step.attention, dim**-0.5)
+    truth = reference_attention.verify_attention(q.cpu(), k.cpu(), v.cpu(), past, rig.step.attention, scale)
     gate = qkv.cpu()[:, : 2 * heads * dim].view(rows, heads, 2 * dim)[..., dim:]
     # A card's fp32 dot is tf32 here; the interpreter's is exact.
     near(out.view(rows, heads, dim), truth * torch.sigmoid(gate), 2e-3 if device.type == "cuda" else 2e-5)

@@ -221,7 +221,7 @@ def step_calls(
             qkv, full(heads + kv, dim), table["positions"], full(rope // 2), 1e-6, q, k_rows, k_rows.clone()
         ),
         "verify_attention": lambda: attention.verify_attention(
-            q, k_rows, k_rows, keys, keys, table, partials, qkv, half(t, heads * dim), 0.1
+            q, k_rows, k_rows, keys, keys, table, partials, qkv, half(t, heads * dim), dim**-0.5
         ),
         "settle_kv": lambda: attention.settle_kv(
             (StoredRows(k_rows[None]),) * 2, (StoredRows(keys[None]),) * 2, index(r, 32), index(r), index(r),
@@ -294,7 +294,7 @@ def format_calls(heads: int, kv: int, dim: int, rope: int, name: str) -> dict[st
             *mine,
         ),
         "verify_attention": lambda: attention.verify_attention(
-            q, *mine, *settled, table, partials, qkv, half(t, heads * dim), 0.1
+            q, *mine, *settled, table, partials, qkv, half(t, heads * dim), dim**-0.5
         ),
         "settle_kv": lambda: attention.settle_kv(
             stored(1, t), stored(1, r * pages * 64), index(r, 32), index(r), index(r), index(r, pages)

@@ -9,11 +9,14 @@ Keys and values are decoded as they are read (`kv.py`), those of the running ste
 they will be stored.
 
 What can go wrong: a product whose inner order depends on the tile's row count. Row tiles stay below 64, where every
-supported card uses the same 16-row MMA.
+supported card uses the same 16-row MMA. And a compiler that knows no key of a shared split is hidden makes one fused
+operation of a score's scaling and what follows, which it cannot make in `_recent`: where the scale is no power of two,
+the shared splits are masked too, though all of it is seen.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -48,7 +51,7 @@ def _past(
     q, keys, k_scales, k_factor, values, v_scales, v_factor, page_table, starts, counts, settled, parts,
     acc_out, top_out, total_out, scale, pages_stride,
     HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, M: tl.constexpr, SPLIT: tl.constexpr, PAGE: tl.constexpr,
-    TILES: tl.constexpr, K_KIND: tl.constexpr, V_KIND: tl.constexpr, PDL: tl.constexpr,
+    TILES: tl.constexpr, K_KIND: tl.constexpr, V_KIND: tl.constexpr, MASKED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     pdl.begin(PDL)
     split = tl.program_id(0) // TILES
@@ -74,7 +77,11 @@ def _past(
             at_kv = (page * PAGE + lane) * KV + kv
             k = stored.load(keys, k_scales, k_factor, at_kv, cols, D, qt.dtype, K_KIND)
             v = stored.load(values, v_scales, v_factor, at_kv, cols, D, qt.dtype, V_KIND)
-            top, total, acc = _block(qt, k, v, True, top, total, acc, scale)
+            if MASKED:
+                seen = split * SPLIT + b * PAGE + lane < tl.load(settled + request)  # all of them
+                top, total, acc = _block(qt, k, v, seen[None, :], top, total, acc, scale)
+            else:
+                top, total, acc = _block(qt, k, v, True, top, total, acc, scale)
         part = (tl.load(parts + row, mask=mine, other=0) + split).to(tl.int64) * HEADS + head
         tl.store(acc_out + part[:, None] * D + cols[None, :], acc, mask=mine[:, None])
         tl.store(top_out + part, top, mask=mine)
@@ -165,6 +172,11 @@ def _combine(
     tl.store(out + (row * HEADS + head) * D + cols, (o / (1.0 + tl.exp(-g))).to(out.dtype.element_ty))
 
 
+def _exact(scale: float) -> bool:
+    """Whether scaling a score rounds nothing: powers of two."""
+    return math.frexp(scale)[0] == 0.5
+
+
 @dataclass(frozen=True)
 class Partials:
     """Per-split results of every row: acc [P, H, D], top and total [P, H], fp32; row t owns parts[t] + split."""
@@ -218,8 +230,8 @@ def verify_attention(
         _past[(splits * tiles, kv, requests)](
             q, *past, pages, table["starts"], table["counts"], table["settled"], table["parts"],
             partials.acc, partials.top, partials.total, scale, pages_stride,
-            heads, kv, dim, ROW_TILE, SPLIT, PAGE, tiles, *kinds, PDL=on, num_warps=4, num_stages=stages,
-            **pdl.launch(on),
+            heads, kv, dim, ROW_TILE, SPLIT, PAGE, tiles, *kinds, MASKED=not _exact(scale), PDL=on, num_warps=4,
+            num_stages=stages, **pdl.launch(on),
         )  # fmt: skip
     _recent[(rows, kv, 2)](
         q, *stored.arguments(k_rows)[:2], *stored.arguments(v_rows)[:2], *past, pages, table["request"],
