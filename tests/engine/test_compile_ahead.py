@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -116,7 +122,7 @@ few = [j for j in wanted.jobs.values() if j.name in ("rows._silu_mul", "norms._n
 out = Path(sys.argv[2])
 first = compile_all([*few, Broken("broken", 86, ())], 2, out)
 again = compile_all(few, 2, out)
-deadly = compile_all([Deadly("deadly", 86, ())], 1, out)
+deadly = compile_all([Deadly("deadly", 86, ()), *few], 2, out)
 
 import torch
 from soloist.bench.compilations import Compilations
@@ -130,7 +136,7 @@ for width in (192, 200):  # a multiple of 16 and none
         rows.silu_mul(half, half[:, :width].contiguous())
     reports.append(seen.report())
 print(json.dumps({"first": [vars(o) for o in first], "again": [o.known for o in again], "reports": reports,
-                  "deadly": [o.error for o in deadly], "jobs": len(few)}))
+                  "deadly": [(o.name, o.error, o.known) for o in deadly], "jobs": len(few)}))
 """
 
 
@@ -147,7 +153,92 @@ def test_what_is_compiled_side_by_side_is_found_by_the_launch(half: Path, tmp_pa
     found, late = said["reports"]
     assert (found["triton_known"], found["compiled"]) == (1, 0)
     assert (late["triton_known"], late["compiled"]) == (1, 1) and late["late"][0]["kernel"] == "_silu_mul"
-    assert len(said["deadly"]) == 1 and "BrokenProcessPool" in said["deadly"][0]
+    # One that takes its process with it is the only one that is not compiled.
+    (_, error, _), *others = said["deadly"]
+    assert "killed" in error and len(others) == said["jobs"] and all(known for *_, known in others)
+
+
+SLOW = """
+import os, sys, time
+from pathlib import Path
+from soloist.ops.rehearsal import CudaJob, compile_all
+
+class Slow(CudaJob):
+    def compile(self, directory):
+        (directory / f"{os.getpid()}-{self.arch}").touch()
+        time.sleep(4)
+        return [], False
+
+compile_all([Slow("slow", i, ()) for i in range(30)], 2, Path(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize("end", ["Ctrl-C", "killed"])
+def test_nothing_is_left_at_work(tmp_path: Path, end: str) -> None:
+    """Neither all that was still to be compiled, nor processes that wait for more for ever."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    command = [sys.executable, "-c", SLOW, str(tmp_path)]
+    with subprocess.Popen(command, env=environment, start_new_session=True, stderr=subprocess.PIPE) as process:
+        try:
+            until(lambda: len(list(tmp_path.iterdir())) >= 2, 100)
+            os.killpg(process.pid, signal.SIGINT) if end == "Ctrl-C" else process.kill()
+            assert process.wait(30) != 0  # all of it takes a minute
+            workers = {int(path.name.partition("-")[0]) for path in tmp_path.iterdir()}
+            until(lambda: not any(map(running, workers)), 30)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def until(true: Callable[[], bool], seconds: float) -> None:
+    begun = time.monotonic()
+    while not true():
+        assert time.monotonic() - begun < seconds
+        time.sleep(0.05)
+
+
+def running(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_a_start_that_fails_leaves_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "python"
+    script.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/arguments\nexec sleep 100\n')
+    script.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(script))
+    ahead = CompileAhead(resolve({"model": "demo"}, {}, {}), CARD, tmp_path / "note.json")
+    process, arguments = ahead._process, tmp_path / "arguments"
+    until(lambda: arguments.exists() and arguments.read_text().endswith("\n"), 30)
+    # What happens to lie in the working directory is not imported.
+    assert arguments.read_text().split() == ["-P", "-m", "soloist.engine.rehearsal"]
+    assert process is not None and process.poll() is None
+    del ahead
+    gc.collect()
+    assert process.wait(30) == -signal.SIGKILL
+
+
+def test_no_place_for_temporary_files_costs_no_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("tempfile.TemporaryFile", mock.Mock(side_effect=FileNotFoundError("no usable directory")))
+    CompileAhead(resolve({"model": "demo"}, {}, {}), CARD, tmp_path / "note.json").wait()
+    assert "no usable directory" in caplog.text
+
+
+def test_what_fails_for_all_is_not_said_for_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    kernels = [{"name": f"k{i}", "known": False, "files": [], "error": "read-only"} for i in range(70)]
+    script = tmp_path / "python"
+    script.write_text(f"#!/bin/sh\ncat > /dev/null\necho '{json.dumps({'kernels': kernels})}'\n")
+    script.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(script))
+    CompileAhead(resolve({"model": "demo"}, {}, {}), CARD, tmp_path / "note.json").wait()
+    assert caplog.text.count("read-only") == 5 and "65 more" in caplog.text
+    assert not (tmp_path / "note.json").exists()
 
 
 def test_a_note_counts_while_its_files_are_there(tmp_path: Path) -> None:

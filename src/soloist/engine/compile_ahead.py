@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import weakref
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -34,6 +35,7 @@ from soloist.settings import KNOBS, Settings
 log = logging.getLogger("soloist.kernels")
 
 PATIENCE_S = 240.0
+SAID = 5  # kernels of which the log says what went wrong: often it is the same for all
 WORKER_BYTES = 1 << 30  # of host memory that a compiler may take; the weights are read through the same memory
 # Knobs that decide which kernels there are; where one were missing, its kernels would be compiled at their launch.
 DECISIVE = (
@@ -50,6 +52,7 @@ class Order:
     card: Card
     workers: int
     kernels: Path
+    parent: int  # process id of the start, with which a rehearsal ends
 
 
 def cubins() -> Path:
@@ -87,16 +90,19 @@ class CompileAhead:
             return
         plain = replace(settings, origins=dict(settings.origins))  # the read-only view cannot be sent
         workers = max(1, min(len(os.sched_getaffinity(0)), host_room() // WORKER_BYTES))
-        order = Order(plain, card, workers, cubins())
-        # Files, not pipes: nobody reads before the end, and a full pipe would be waited for.
-        self._said, self._complained = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115
+        order = Order(plain, card, workers, cubins(), os.getpid())
         # The card is the parent's.
         environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-        command = [sys.executable, "-m", "soloist.engine.rehearsal"]
+        # -P: like the start itself, import nothing from the directory it was called in.
+        command = [sys.executable, "-P", "-m", "soloist.engine.rehearsal"]
         try:
+            # Files, not pipes: nobody reads before the end, and a full pipe would be waited for.
+            self._said, self._complained = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=self._said, stderr=self._complained, env=environment
             )
+            # Where the start fails, or goes on without waiting longer, nobody is left to want kernels.
+            weakref.finalize(self, self._process.kill)
             assert self._process.stdin is not None
             self._process.stdin.write(pickle.dumps(order))
             self._process.stdin.close()
@@ -120,7 +126,8 @@ class CompileAhead:
         self._said.seek(0), self._complained.seek(0)
         lines = [x for x in self._said.read().decode(errors="replace").splitlines() if x.startswith("{")]
         if code or not lines:
-            log.warning("kernels: %s", self._complained.read().decode(errors="replace").strip()[-2000:])
+            complaint = self._complained.read().decode(errors="replace").strip()[-2000:]
+            log.warning("kernels: not compiled side by side: %s", complaint or f"exit code {code}")
             return
         said = json.loads(lines[-1])
         kernels = said["kernels"]
@@ -130,8 +137,10 @@ class CompileAhead:
             "kernels: %d variants, %d compiled in %.1f s beside the weights, of which the start waited %.1f s",
             len(kernels), sum(not k["known"] for k in kernels), now - self._began, now - waited,
         )  # fmt: skip
-        for kernel in failed:
+        for kernel in failed[:SAID]:
             log.warning("kernel %s: %s", kernel["name"], kernel["error"])
+        if len(failed) > SAID:
+            log.warning("kernels: %d more could not be compiled", len(failed) - SAID)
         if not failed:
             _write(self._note, [file for k in kernels for file in k["files"]])
 

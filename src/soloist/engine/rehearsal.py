@@ -32,7 +32,7 @@ from soloist.engine.runner import Runner
 from soloist.engine.scheduler import GRID, IDLE_SLICE_TOKENS, PrefillSlice
 from soloist.engine.speculation import Speculation
 from soloist.models.qwen3_5 import Qwen35
-from soloist.ops.rehearsal import META, Card, Wanted, compile_all, rehearsing
+from soloist.ops.rehearsal import META, Card, Wanted, compile_all, end_with, rehearsing
 from soloist.sampling.history import History
 from soloist.sampling.params import SamplingParams
 from soloist.sampling.verify import Mode
@@ -159,6 +159,7 @@ def _company(runner: Runner, requests: list[Request]) -> None:
 def main() -> int:
     """Read an order, rehearse, compile, say what came of it."""
     order: Order = pickle.load(sys.stdin.buffer)
+    end_with(order.parent)
     began = time.perf_counter()
     wanted = rehearse(order.settings, order.card)
     rehearsed = time.perf_counter()

@@ -11,13 +11,16 @@ Not for a process that uses CUDA: torch's view of it is replaced.
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
-from contextlib import ExitStack, contextmanager
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -349,20 +352,45 @@ def _compile_one(index: int, directory: Path) -> Outcome:
     return Outcome(job.name, round(time.perf_counter() - began, 3), known, tuple(files))
 
 
+def end_with(parent: int) -> None:
+    """From now on this process ends with the thread of `parent` that started it, however that comes to its end, and at
+    Ctrl-C. A pool's processes would wait for work that nobody sends, or finish all of it first."""
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, ctypes.c_ulong(signal.SIGKILL))
+    if os.getppid() != parent:
+        raise SystemExit("whoever wanted kernels is gone")
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def _begin(parent: int) -> None:
+    end_with(parent)
+    os.nice(5)
+
+
+def _side_by_side(indices: Sequence[int], workers: int, directory: Path) -> dict[int, Outcome]:
+    """Outcomes by index; where a process was killed, those it took with it are missing."""
+    fork = multiprocessing.get_context("fork")
+    pending: dict[Future[Outcome], int] = {}
+    with ProcessPoolExecutor(min(workers, len(indices)), fork, initializer=_begin, initargs=(os.getpid(),)) as pool:
+        with suppress(BrokenProcessPool):
+            pending.update((pool.submit(_compile_one, i, directory), i) for i in indices)
+        return {pending[done]: done.result() for done in as_completed(pending) if done.exception() is None}
+
+
 def compile_all(jobs: Sequence[Job], workers: int, directory: Path) -> list[Outcome]:
     """Compile variants in `workers` forked processes, long ones first; cubins of CUDA C++ go to `directory`.
 
-    One that fails, or takes its process with it, is an Outcome with an error.
+    One that fails is an Outcome with an error. Where a process is killed (by the system, for memory, or by a fault of
+    the compiler), the rest goes on in half as many; the one that kills even a single process is an Outcome too.
     """
     _jobs[:] = sorted(jobs, key=lambda job: -job.weight())
-    if not _jobs:
-        return []
-    outcomes: list[Outcome] = []
-    fork = multiprocessing.get_context("fork")
-    with ProcessPoolExecutor(min(workers, len(_jobs)), fork, initializer=os.nice, initargs=(5,)) as pool:
-        pending: dict[Future[Outcome], int] = {pool.submit(_compile_one, i, directory): i for i in range(len(_jobs))}
-        for done in as_completed(pending):
-            failed = done.exception()
-            name = _jobs[pending[done]].name
-            outcomes.append(Outcome(name, 0.0, error=repr(failed)) if failed else done.result())
-    return outcomes
+    outcomes: dict[int, Outcome] = {}
+    while left := [i for i in range(len(_jobs)) if i not in outcomes]:
+        outcomes |= _side_by_side(left, workers, directory)
+        lost = [i for i in left if i not in outcomes]
+        if lost and workers == 1:
+            outcomes[lost[0]] = Outcome(_jobs[lost[0]].name, 0.0, error="its compiler was killed")
+        workers = max(1, workers // 2)
+    return [outcomes[i] for i in sorted(outcomes)]
