@@ -6,7 +6,9 @@ import gc
 import threading
 import time
 import weakref
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -20,7 +22,7 @@ from soloist.checks.live import SERVER_CHECKS
 from soloist.cli import app
 from soloist.demo import path as demo_path
 from soloist.doctor import examine
-from soloist.engine import build
+from soloist.engine import build, kept
 from soloist.engine.kept import ParkedStorages, tensors_of
 from soloist.engine.sleep import Sleeper
 from soloist.errors import CapacityError, ContextLengthError, OverloadedError
@@ -232,6 +234,24 @@ def test_parked_storages_keep_views_and_bits():
     parked.close()
     gc.collect()
     assert all(torch.equal(a, b) for a, b in zip((base, view, other), expected, strict=True))
+
+
+def test_weights_come_back_as_they_were_taken(monkeypatch):
+    """Side by side, as loading took them: in whole pieces they would leave a smaller pool than before the sleep."""
+    weights, inside = torch.arange(6, dtype=torch.int8), []
+
+    @contextmanager
+    def side_by_side(device):
+        inside.append(device.type)
+        yield
+        inside.append("out")
+
+    monkeypatch.setattr(kept, "_on_card", lambda loaded: [weights])
+    monkeypatch.setattr(kept, "side_by_side", side_by_side)
+    monkeypatch.setattr(ParkedStorages, "restore", lambda self: inside.append("restored"))
+    model = SimpleNamespace(device=torch.device("cuda"))
+    assert kept.ParkedWeights((model, None, ())).restore()[0] is model
+    assert inside == ["cuda", "restored", "out"]
 
 
 def test_the_commands(demo, monkeypatch, tmp_path):

@@ -17,6 +17,7 @@ import torch
 from soloist.cache.persist import Persister
 from soloist.cache.prefix import PrefixCache
 from soloist.engine.capacity import host_room
+from soloist.engine.segments import side_by_side
 from soloist.errors import CapacityError
 from soloist.models.qwen3_5 import Qwen35
 from soloist.models.vision import VisionTower
@@ -115,7 +116,8 @@ class ParkedWeights:
     def restore(self) -> Loaded:
         """The same objects, usable again. CapacityError, to be tried again later, where the card has no room."""
         try:
-            self._storages.restore()
+            with side_by_side(self._loaded[0].device):  # as loading took it: a pool of the same size must fit again
+                self._storages.restore()
         except torch.OutOfMemoryError:
             free, _ = torch.cuda.mem_get_info()
             raise CapacityError(
