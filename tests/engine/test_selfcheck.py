@@ -8,11 +8,20 @@ import torch
 from soloist.cache.recurrent import RecurrentState, StateShapes
 from soloist.cache.tiles import TileStore
 from soloist.checkpoint.reader import open_checkpoint
-from soloist.engine.selfcheck import cached_check, card_prints, check_contracts, forget_checks
+from soloist.engine.selfcheck import cached_check, card_prints, check_contracts, forget_checks, user_cache
 from soloist.models.layers import Loader
 from soloist.models.qwen3_5 import Qwen35
 from soloist.models.state import Caches
 from tiny import build_tiny
+
+
+def test_the_cache_is_where_the_variable_says_if_it_says_something(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/somebody")
+    monkeypatch.setenv("XDG_CACHE_HOME", "")
+    assert user_cache() == Path("/home/somebody/.cache/soloist")  # and not below the working directory
+    monkeypatch.setenv("XDG_CACHE_HOME", "/caches")
+    monkeypatch.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
+    assert user_cache() == Path("/caches/soloist")
 
 
 def test_an_outcome_is_kept_until_it_is_forgotten(tmp_path: Path) -> None:

@@ -140,7 +140,8 @@ def card_prints() -> dict[str, str]:
 
 def user_cache() -> Path:
     """What is kept between starts and may be deleted at any time: outcomes of checks, compiled kernels."""
-    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "soloist"
+    # An empty variable counts as none; a user without a home may still have set one.
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "soloist"
 
 
 def forget_checks(directory: Path | None = None) -> None:
