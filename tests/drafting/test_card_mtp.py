@@ -47,7 +47,8 @@ def card_of(
     kv = room.kv(module.device)
     card = CardMTP(module, kv, depth, SLOTS, PAGES, partials, mode)  # type: ignore[arg-type]
     scratch = [getattr(card, f"_{name}") for name in ("pair", "x", "h", "delta", "z", "qkv", "q", "k", "v", "mixed")]
-    for buffer in (partials.acc, partials.top, partials.total, *scratch, card._gate_up, card._inner, card._logits):
+    scratch += [partials.acc, partials.top, partials.total, *card._own, card._gate_up, card._inner, card._logits]
+    for buffer in scratch:
         buffer.fill_(float("nan"))
     return card, kv
 

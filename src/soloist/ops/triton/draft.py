@@ -80,8 +80,10 @@ def _attend(
                 bits = tl.load(mask + row, mask=mine, other=0)
                 visible = ((bits[:, None] >> j[None, :]) & 1) != 0
                 at_own = (own.to(tl.int64) * KV + kv)[:, None] * D + cols[None, :]
-                k = tl.load(own_k + at_own)
-                v = tl.load(own_v + at_own)
+                # What was never written for this draft may be anything: hidden, NaN would still poison the product.
+                written = (tl.max(visible.to(tl.int32), 0) > 0)[:, None]
+                k = tl.load(own_k + at_own, mask=written, other=0.0)
+                v = tl.load(own_v + at_own, mask=written, other=0.0)
                 top, total, acc = _update(qt, k, v, visible, top, total, acc, scale)
         part = (tl.load(parts + row, mask=mine, other=0) + split).to(tl.int64) * HEADS + head
         tl.store(acc_out + part[:, None] * D + cols[None, :], acc, mask=mine[:, None])
