@@ -78,6 +78,34 @@ def process(
         child.communicate()
 
 
+LOADING = """
+import sys, time
+sys.path[:0] = [{src!r}]
+import soloist.engine.build as build
+from soloist.progress import lines
+from soloist.settings import resolve
+from soloist.server.main import run
+
+def load(*_):
+    print("loading", flush=True)
+    time.sleep(60)
+
+build._build = load
+run(resolve({{"port": {port!r}}}, {{}}, {{}}), lines(sys.stdout))
+"""
+
+
+def test_ctrl_c_ends_a_start_at_once():
+    program = LOADING.format(src=str(TESTS.parent / "src"), port=str(free_port()))
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as child:
+        try:
+            assert child.stdout is not None and any(line == "loading\n" for line in child.stdout)
+            child.send_signal(signal.SIGINT)
+            assert child.wait(20) == 130
+        finally:
+            child.kill()
+
+
 BODY = {"prompt": "x", "stream": True, "max_tokens": 50_000, "ignore_eos": True}
 
 

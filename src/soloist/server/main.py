@@ -1,9 +1,9 @@
 """`soloist serve`: claim the port, read the checkpoint, build the engine, serve until told to stop.
 
 The port is claimed before weights are read, so that a taken port fails in a second; connections are refused until the
-engine stands. SIGTERM drains: no new connections, running answers go on for at most DRAIN_S and then end
-with an error event; the exit status is 0 either way. When the engine's
-thread ends, every stream gets an error event and the process exits with 1, for the supervisor to start it again.
+engine stands, and until then Ctrl-C ends the process at once. SIGTERM drains: no new connections, running answers go on
+for at most DRAIN_S and then end with an error event; the exit status is 0 either way. When the engine's thread ends,
+every stream gets an error event and the process exits with 1, for the supervisor to start it again.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -45,7 +46,8 @@ def run(settings: Settings, progress: Progress) -> None:
     _log_to_stderr(settings.log_level)
     listener = claim(settings.host, settings.port)
     try:
-        service, engine_close = build_service(settings, progress)
+        with _interruptible():
+            service, engine_close = build_service(settings, progress)
         warn_if_open(settings.host, settings.api_key)
 
         def ready() -> None:
@@ -63,6 +65,26 @@ def run(settings: Settings, progress: Progress) -> None:
             engine_close()
     finally:
         listener.close()
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """Inside, Ctrl-C ends the process: a start works on a thread of its own, whose end Python would wait for."""
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.default_int_handler:  # ignored, or somebody else's
+        yield
+        return
+
+    def end(*_: object) -> None:
+        if sys.stderr.isatty():
+            print("\x1b[?25h", file=sys.stderr, flush=True)  # the cursor, which a progress bar hides
+        os._exit(128 + signal.SIGINT)
+
+    signal.signal(signal.SIGINT, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def build_service(settings: Settings, progress: Progress) -> tuple[Service, Callable[[], None]]:
