@@ -14,7 +14,7 @@ from tiny import build_tiny
 PROMPT = 8128  # what the tiny checkpoint has positions for
 SLICE_MS = 40
 MS_PER_TOKEN = 0.1  # what the scheduler is told, whatever this machine is busy with
-LARGEST = 384  # the whole grid chunks in 400 tokens
+LARGEST = 320  # the whole grid chunks in 340 tokens: a slice aims at 85 % of its time
 
 
 def test_a_stream_steps_between_any_two_slices_of_a_long_prompt(tmp_path: Path) -> None:

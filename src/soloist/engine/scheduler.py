@@ -18,6 +18,7 @@ SHORT_PROMPT = 1024
 IDLE_SLICE_TOKENS = 512  # with no stream waiting: long enough to be cheap, short enough to notice a cancel
 FIRST_GUESS_MS = 2.0  # per token, before the first slice was measured
 REMEMBERED = 8  # slices whose time per token sizes the next one
+HEADROOM = 0.85  # of the time a slice may take: the next may be slower than all that are remembered
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,7 @@ class Scheduler:
         left = len(request.prompt) - request.settled
         if self.decoding:
             # What a slice needs is planned for IDLE_SLICE_TOKENS.
-            tokens = min(int(self._slice_ms / max(self._ms_per_token)), IDLE_SLICE_TOKENS)
+            tokens = min(int(HEADROOM * self._slice_ms / max(self._ms_per_token)), IDLE_SLICE_TOKENS)
         else:
             tokens = IDLE_SLICE_TOKENS
         tokens = max(GRID, tokens // GRID * GRID)
