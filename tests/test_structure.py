@@ -33,12 +33,14 @@ MAY_IMPORT = {
         "progress",
         "demo",
         "planner",
+        "toolchain",
     },
     "planner": {"cache", "checkpoint"},
     "server": {"engine", "sampling", "settings", "progress"},
     "chat": {"settings", "progress"},
     "settings": {"knobs", "combinations"},
     "errors": set(),
+    "toolchain": set(),
 }
 BELOW_ENGINE = ("ops", "checkpoint", "models", "cache", "sampling", "drafting")
 

@@ -14,6 +14,7 @@ CHECKS: tuple[Check, ...] = (
     install.python,
     install.packages,
     install.torch_build,
+    install.compiler,
     card.card,
     card.card_memory,
     card.power,

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from soloist import toolchain
 from soloist.checks import host
 from soloist.checks.base import Finding, Status, Subject
 from soloist.demo import path as demo_path
@@ -22,6 +23,7 @@ from tiny import build_tiny
 
 CARD = "0, NVIDIA GeForce RTX 3090, 570.10, 8.6, 24576, {free}, 350.00, 350.00"
 OLD_CARD = "0, Tesla T4, 570.10, 7.5, 15360, 15000, 70.00, 70.00"
+MISSING = toolchain.missing
 
 
 def tools(card: str | None = None, holders: str = "") -> Callable[[list[str]], str | None]:
@@ -35,6 +37,12 @@ def tools(card: str | None = None, holders: str = "") -> Callable[[list[str]], s
         return holders if any("compute-apps" in a for a in arguments) else card + "\n"
 
     return run
+
+
+@pytest.fixture(autouse=True)
+def compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What this machine has to compile with is not what is examined here."""
+    monkeypatch.setattr(toolchain, "missing", lambda environ: None)
 
 
 @pytest.fixture
@@ -244,6 +252,17 @@ def test_weights_larger_than_the_card(subject, model):
     made = subject(model, run_tool=tools(CARD.format(free=20)))
     found = [f for f in failures(made) if f.check == "memory"]
     only(found, "memory", "The weights need", "smaller")
+
+
+def test_no_compiler_for_triton(subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(toolchain, "missing", MISSING)
+    made = subject(environ={"PATH": str(tmp_path)}, run_tool=tools(CARD.format(free=24000)))
+    only([f for f in failures(made) if f.check == "compiler"], "compiler", "C compiler", "apt install gcc python3-dev")
+    monkeypatch.setattr(toolchain.sysconfig, "get_paths", lambda scheme: {"include": str(tmp_path)})
+    made = subject(environ={"CC": "cc"}, run_tool=tools(CARD.format(free=24000)))
+    only([f for f in failures(made) if f.check == "compiler"], "compiler", f"{tmp_path}/Python.h", "python3-dev")
+    made = subject(environ={"PATH": str(tmp_path)}, run_tool=tools())
+    assert not [f for f in failures(made) if f.check == "compiler"]
 
 
 def test_cpu_torch_beside_a_card(subject):

@@ -11,7 +11,7 @@ behind the pages it shares.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -19,6 +19,10 @@ from soloist.cache.codecs import Codec, Fp8Codec, Planes, bytes_per_token, round
 from soloist.cache.pages import PAGE
 from soloist.models.step import Where
 from soloist.ops.stored_rows import StoredRows
+
+# Bytes of a plane on their way to or from the host. They stand on the device beside a pool that was given all the room
+# there is, so a long request moves a share at a time.
+MOVED = 32 << 20
 
 
 class KVStore:
@@ -138,7 +142,12 @@ class KVStore:
     def export(self, pages: Sequence[int]) -> Planes:
         """Host copies of whole pages, codes as they are: name -> [layers, p * 64, ...] on the CPU."""
         index = self.rows(pages)
-        return {name: plane[:, index].cpu() for name, plane in self.planes.items()}
+        out: Planes = {}
+        for name, plane in self.planes.items():
+            out[name] = torch.empty((self.layers, index.numel(), *plane.shape[2:]), dtype=plane.dtype)
+            for at, rows in _shares(plane, index):
+                out[name][:, at].copy_(plane[:, rows])
+        return out
 
     def expect(self, pages: Sequence[int], planes: Planes) -> None:
         """Raise ValueError unless `planes` are what `export` of so many pages of a store like this gives."""
@@ -155,4 +164,13 @@ class KVStore:
         self.expect(pages, planes)
         index = self.rows(pages)
         for name, plane in self.planes.items():
-            plane[:, index] = planes[name].to(plane.device)
+            for at, rows in _shares(plane, index):
+                plane[:, rows] = planes[name][:, at].to(plane.device)
+
+
+def _shares(plane: torch.Tensor, index: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Rows `index` [n] of a plane [layers, rows, ...] in shares of at most MOVED bytes: (place in n, row numbers)."""
+    most = max(PAGE, MOVED // (plane.nbytes // plane.shape[1]))
+    for first in range(0, index.numel(), most):
+        rows = index[first : first + most]
+        yield slice(first, first + rows.numel()), rows

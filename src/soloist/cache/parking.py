@@ -57,6 +57,11 @@ def unpark(
     if allocator.free < parked.pages:
         evict(parked.pages - allocator.free)
     pages = allocator.allocate(parked.pages)
-    if pages is not None:
+    if pages is None:
+        return None
+    try:
         storage.load(pages, parked.planes)
+    except Exception:
+        allocator.release(pages)
+        raise
     return pages

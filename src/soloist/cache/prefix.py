@@ -171,10 +171,12 @@ class PrefixCache:
             return ""
         try:
             tier = self._load(missing, pages)
-        except SessionError as error:
-            log.warning("%s; prefilling those tokens again", error)
+        except Exception as error:
             self.allocator.release(held)
             self.allocator.release(pages)
+            if not isinstance(error, SessionError):
+                raise  # whoever asked hears of it, and nobody's pages are lost
+            log.warning("%s; prefilling those tokens again", error)
             return ""
         for i, node in enumerate(missing):
             node.pages = tuple(pages[i * self._span : (i + 1) * self._span])

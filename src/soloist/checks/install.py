@@ -7,7 +7,9 @@ import sys
 from collections.abc import Iterator
 from importlib import metadata, util
 
+from soloist import toolchain
 from soloist.checks.base import Subject, Verdict, check, fail, ok, verdict, warn
+from soloist.checks.card import cards
 
 NEWEST_UNSUPPORTED = (3, 10)
 
@@ -100,3 +102,17 @@ def torch_build(subject: Subject) -> Iterator[Verdict]:
         yield verdict("no_triton", **values)
     else:
         yield verdict("cuda" if torch.cuda.is_available() else "no_device", **values)
+
+
+@check(
+    "compiler",
+    "C compiler",
+    "Triton compiles the stubs that launch its kernels with the machine's C compiler, once, and keeps them. No CUDA "
+    "toolkit is needed.",
+    fine=ok("a C compiler and Python's headers are there"),
+    none=ok("no card, so none is needed"),
+    missing=fail("Triton needs {what}, and this machine has none.", toolchain.REMEDY),
+)
+def compiler(subject: Subject) -> Iterator[Verdict]:
+    what = toolchain.missing(subject.environ)
+    yield verdict("none" if not cards(subject) else "missing" if what else "fine", what=what)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from soloist import toolchain
 from soloist.cache.kv import KVStore
 from soloist.cache.pages import PAGE, PageAllocator, pages_for
 from soloist.cache.recurrent import RecurrentState, StateShapes
@@ -28,7 +29,7 @@ from soloist.engine.segments import side_by_side
 from soloist.engine.selfcheck import MEANING, ROWS, cached_check, card_prints, check_contracts, check_products
 from soloist.engine.speculation import Speculation
 from soloist.engine.vision import build_tower
-from soloist.errors import CheckpointError, SettingError
+from soloist.errors import CheckpointError, SettingError, UserError
 from soloist.models.card_loader import CardLoader
 from soloist.models.layers import Loader
 from soloist.models.qwen3_5 import Qwen35
@@ -87,6 +88,9 @@ def _build(settings: Settings, progress: Progress | None, keep_sessions: bool, k
     if device.type == "cuda":
         from soloist.engine.compile_ahead import compile_ahead, cubins
 
+        lacking = toolchain.missing()
+        if lacking is not None:  # said now, not at the first launch, when the weights have been read
+            raise UserError(f"Triton needs {lacking}, and this machine has none.", toolchain.REMEDY)
         keep_cubins(cubins())
     torch.set_num_threads(settings.threads or os.cpu_count() or 1)
     torch.set_grad_enabled(False)
