@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -272,7 +273,10 @@ def _on_cpu(
 
 def _device(settings: Settings) -> torch.device:
     if settings.device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        usable = torch.cuda.is_available()
+        if not usable and shutil.which("nvidia-smi"):
+            log.warning("this torch cannot use the card, so the CPU serves; `soloist doctor` says what to do")
+        return torch.device("cuda" if usable else "cpu")
     if settings.device == "cuda" and not torch.cuda.is_available():
         raise SettingError("DEVICE=cuda, but torch sees no CUDA device.", "Install a CUDA build of torch or use cpu.")
     return torch.device(settings.device)
