@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cache.fakes import PAGE_BYTES, Pool
-from soloist.cache import kv
+from soloist.cache import kv, parking
 from soloist.cache.codecs import Planes, token_codec
 from soloist.cache.kv import KVStore
 from soloist.cache.pages import PageAllocator
@@ -94,3 +94,13 @@ def test_a_parked_request_that_cannot_come_back_loses_no_pages() -> None:
     with pytest.raises(torch.OutOfMemoryError):
         unpark(parked, _Full(4), allocator, lambda count: 0)
     assert allocator.free == 4
+
+
+def test_nothing_of_a_parked_request_stays_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A drafter's window is tens of MiB: on the device they would eat up what is kept free."""
+    monkeypatch.setattr(parking, "host_copy", lambda t: t.new_zeros(t.shape, device="cpu"), raising=False)
+    allocator = PageAllocator(2)
+    slot = {"dflash2.keys": torch.ones(3, device="meta"), "state0": torch.ones(3)}
+    parked, _ = park(allocator.allocate(1) or [], 10, slot, Pool(2), allocator)
+    assert parked.slot.keys() == slot.keys()
+    assert all(t.device.type == "cpu" for t in parked.slot.values())

@@ -14,6 +14,7 @@ import torch
 
 from soloist.cache.pages import PAGE, PageAllocator, pages_for
 from soloist.cache.prefix import PageStorage, Planes
+from soloist.cache.snapshot import host_copy
 
 Tensors = dict[str, torch.Tensor]
 
@@ -35,6 +36,7 @@ def park(
     pages: list[int], settled: int, slot: Tensors, storage: PageStorage, allocator: PageAllocator
 ) -> tuple[Parked, int]:
     """Copy out and release. `settled` tokens are in the pages; pages beyond them hold nothing and are not copied.
+    Tensors of `slot` may stand on any device.
 
     Returns the parked content and how many pages became free; the caller's page list is no longer its own.
     """
@@ -42,7 +44,7 @@ def park(
     if used > len(pages):
         raise ValueError(f"{settled} settled tokens do not fit {len(pages)} pages of {PAGE} tokens")
     before = allocator.free
-    parked = Parked(storage.export(pages[:used]), used, slot)
+    parked = Parked(storage.export(pages[:used]), used, {name: host_copy(t) for name, t in slot.items()})
     allocator.release(pages)
     return parked, allocator.free - before
 
