@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from cache.arms import Arm, text
 
@@ -172,3 +173,21 @@ def test_prompt_logprobs_are_complete_on_a_warm_prompt(warm: Arm) -> None:
     pending = warm.start(prompt, params={"prompt_logprobs": 0})
     assert pending.answer().cached == 0
     assert len(pending.prompt_rows) == len(prompt)
+
+
+def test_prompt_logprobs_come_from_whole_blocks(warm: Arm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A card runs few rows with a step's kernel, and how many rows a slice leaves for the end depends on who else is
+    there; logits of all of a slice would not fit beside a full pool."""
+    model, counts = warm.engine.model, []
+    prompt = text(64 * 5 + 7, VOCAB, 15)
+
+    def logits(hidden: torch.Tensor) -> torch.Tensor:
+        counts.append(hidden.shape[0])
+        return type(model).logits(model, hidden)
+
+    monkeypatch.setattr(model, "logits", logits)
+    pending = warm.start(prompt, tokens=1, params={"prompt_logprobs": 0})
+    pending.answer()
+    assert len(pending.prompt_rows) == len(prompt) and pending.prompt_rows[0] is None
+    assert [entry.token for entry in pending.prompt_rows[1:]] == prompt[1:]
+    assert counts == [64] * 6 + [1]

@@ -18,7 +18,7 @@ from soloist.engine.scheduler import PrefillSlice
 from soloist.engine.speculation import SettledRows, Speculation
 from soloist.models.qwen3_5 import Qwen35
 from soloist.models.state import AcceptedPath, Features
-from soloist.models.step import RequestRows, VerifyStep, prefill_step, verify_step
+from soloist.models.step import GRID, RequestRows, VerifyStep, prefill_step, verify_step
 from soloist.ops.top import Heads
 from soloist.planner import MAX_ROWS
 from soloist.sampling.logprobs import prompt_logprobs, token_logprobs
@@ -80,9 +80,12 @@ class Runner:
         if start == 0:
             request.prompt_rows = [None]
         following = request.prompt[start + 1 : request.settled + 1]
-        if following:
-            logits = self.model.logits(features.hidden[: len(following)])
-            request.prompt_rows += prompt_logprobs(logits, following, request.params.prompt_logprobs or 0)
+        # Always GRID rows: a few would take the kernel of a step, with other bits, and logits of a whole slice are
+        # hundreds of MiB, which a card has not planned for.
+        for first in range(0, len(following), GRID):
+            logits = self.model.logits(features.hidden[first : first + GRID])
+            part = following[first : first + GRID]
+            request.prompt_rows += prompt_logprobs(logits[: len(part)], part, request.params.prompt_logprobs or 0)
 
     # -- decode ----------------------------------------------------------------------------------------------------
 
