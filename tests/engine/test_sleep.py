@@ -26,6 +26,7 @@ from soloist.engine import build, kept
 from soloist.engine.kept import ParkedStorages, tensors_of
 from soloist.engine.sleep import Sleeper
 from soloist.errors import CapacityError, ContextLengthError, OverloadedError
+from soloist.models.vision import VisionTower
 from soloist.sampling.params import SamplingParams
 from soloist.server.template import ChatTemplate
 from soloist.server.tokenizer import Tokenizer
@@ -274,3 +275,17 @@ def test_the_commands(demo, monkeypatch, tmp_path):
         running.answer()
     gone = run(app, ["wake"])
     assert gone.exit_code == 2 and "No server answers" in gone.stderr
+
+
+def test_a_vision_tower_is_parked_too() -> None:
+    """Its module is another library's: left out, it kept its place on the card while the engine slept."""
+    tower = VisionTower.__new__(VisionTower)
+    tower._module = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.BatchNorm1d(4)).eval().requires_grad_(False)
+    x = torch.randn(3, 8)
+    before = tower._module(x)
+    held = list(tensors_of(tower))
+    assert {id(t) for t in (*tower._module.parameters(), *tower._module.buffers())} == {id(t) for t in held}
+    parked = ParkedStorages(held)
+    assert all(t.untyped_storage().nbytes() == 0 for t in held)
+    parked.restore()
+    assert torch.equal(tower._module(x), before)

@@ -29,7 +29,8 @@ Loaded = tuple[Qwen35, VisionTower | None, tuple[str, ...]]
 
 
 def tensors_of(*roots: object) -> Iterator[torch.Tensor]:
-    """Every tensor reachable through attributes and containers of Soloist's own objects, each once."""
+    """Every tensor reachable through attributes and containers of Soloist's own objects and of torch's modules (the
+    vision tower is one of another library), each once."""
     seen: set[int] = set()
     stack: list[Any] = list(roots)
     while stack:
@@ -43,7 +44,7 @@ def tensors_of(*roots: object) -> Iterator[torch.Tensor]:
             stack.extend(item.values())
         elif isinstance(item, list | tuple):
             stack.extend(item)
-        elif type(item).__module__.partition(".")[0] == "soloist":
+        elif isinstance(item, torch.nn.Module) or type(item).__module__.partition(".")[0] == "soloist":
             stack.extend(getattr(item, "__dict__", {}).values())
 
 
