@@ -86,6 +86,26 @@ def test_a_hit_that_cannot_be_loaded_loses_no_pages() -> None:
     assert allocator.free == 4
 
 
+def test_a_hit_whose_state_cannot_be_read_loses_no_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    allocator = PageAllocator(4)
+    cache = PrefixCache(allocator, storage=Pool(4), host_bytes=16 * PAGE_BYTES)
+    tokens = [1] * 192 + [0]
+    pages = cache.insert(tokens, allocator.allocate(3) or [], 192)
+    cache.attach_snapshot(tokens, 192, Snapshot(192, {"s": torch.zeros(8)}))
+    allocator.release(pages)
+    used = allocator.used
+
+    def no_memory(node: Any) -> Snapshot:
+        raise MemoryError("planted")
+
+    monkeypatch.setattr(cache, "_snapshot_of", no_memory)
+    with pytest.raises(MemoryError):
+        cache.match(tokens)
+    cache.check()
+    allocator.check(cache.owned_pages())
+    assert allocator.used == used
+
+
 def test_a_parked_request_that_cannot_come_back_loses_no_pages() -> None:
     allocator = PageAllocator(4)
     pages = allocator.allocate(3) or []

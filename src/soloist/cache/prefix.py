@@ -137,7 +137,11 @@ class PrefixCache:
                 return Match()
             tier = self._bring(path)
             pages = [page for node in path for page in node.pages or ()] if tier else []
-            snapshot = self._snapshot_of(path[-1]) if tier else None
+            try:
+                snapshot = self._snapshot_of(path[-1]) if tier else None
+            except Exception:
+                self.allocator.release(pages)
+                raise  # whoever asked hears of it, and nobody's pages are lost
             if snapshot is not None:
                 break
             self.allocator.release(pages)
@@ -175,7 +179,7 @@ class PrefixCache:
             self.allocator.release(held)
             self.allocator.release(pages)
             if not isinstance(error, SessionError):
-                raise  # whoever asked hears of it, and nobody's pages are lost
+                raise
             log.warning("%s; prefilling those tokens again", error)
             return ""
         for i, node in enumerate(missing):
