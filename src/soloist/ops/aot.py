@@ -21,6 +21,7 @@ import torch
 
 from soloist.ops.aot_draft import block_calls
 from soloist.ops.aot_kvarn import kvarn_calls
+from soloist.ops.aot_tensors import full, half, index
 
 # Shared memory a block may have, bytes, by compute capability.
 SHARED_LIMIT = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 120: 101376}
@@ -193,15 +194,6 @@ def step_calls(
 
     t, r, pages, taps = 16, 2, 8, 4
 
-    def half(*shape: int) -> torch.Tensor:
-        return torch.zeros(shape, dtype=torch.bfloat16)
-
-    def full(*shape: int) -> torch.Tensor:
-        return torch.zeros(shape, dtype=torch.float32)
-
-    def index(*shape: int) -> torch.Tensor:
-        return torch.zeros(shape, dtype=torch.int32)
-
     channels = 2 * hk * dk + hv * dk
     record = (full(t, hk, dk), full(t, hk, dk), full(t, hv, dk), full(t, hv), full(t, hv))
     layered = (record[0], record[1][None], record[2][None], record[3][None], record[4][None])
@@ -277,12 +269,6 @@ def format_calls(heads: int, kv: int, dim: int, rope: int, name: str) -> dict[st
 
     settled, mine = stored(r * pages * 64), stored(t)
 
-    def half(*shape: int) -> torch.Tensor:
-        return torch.zeros(shape, dtype=torch.bfloat16)
-
-    def index(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-        return torch.zeros(shape, dtype=dtype)
-
     qkv, q = half(t, 2 * (heads + kv) * dim), half(t, heads, dim)
     table = {n: index(r) for n in ("starts", "counts", "settled")}
     table |= {n: index(t) for n in ("request", "positions", "parts")}
@@ -314,12 +300,6 @@ def draft_calls(heads: int, kv: int, dim: int) -> dict[str, Callable[[], object]
 
     cpu = torch.device("cpu")
     t, r, pages = 16, 2, 8
-
-    def half(*shape: int) -> torch.Tensor:
-        return torch.zeros(shape, dtype=torch.bfloat16)
-
-    def index(*shape: int) -> torch.Tensor:
-        return torch.zeros(shape, dtype=torch.int32)
 
     table = {n: index(r) for n in ("starts", "counts")} | {n: index(t) for n in ("sees", "parts", "mask", "request")}
     table["page_table"] = index(r, pages)

@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 import torch
 
+from soloist.ops.aot_tensors import full, half, index
+
 
 def block_calls(
     hidden: int, heads: int, kv: int, dim: int, taps: int, rank: int, vocab: int, codes: int
@@ -22,15 +24,6 @@ def block_calls(
     cpu = torch.device("cpu")
     r, block, window, layers, group, top_k = 2, 8, 2048, 5, 16, 16
     t, proposed, columns = r * block, r * (block - 1), 2 * taps * hidden // group
-
-    def half(*shape: int) -> torch.Tensor:
-        return torch.zeros(shape, dtype=torch.bfloat16)
-
-    def full(*shape: int) -> torch.Tensor:
-        return torch.zeros(shape, dtype=torch.float32)
-
-    def index(*shape: int) -> torch.Tensor:
-        return torch.zeros(shape, dtype=torch.int32)
 
     stored = index(100, hidden * codes // 32) if codes else half(100, hidden)
     scales = torch.zeros(100, 1, dtype=torch.float16)

@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 import torch
 
+from soloist.ops.aot_tensors import half, index
+
 
 def kvarn_calls(heads: int, kv: int, dim: int) -> dict[str, Callable[[], object]]:
     """The launches at one shape, on empty CPU tensors of 16-bit activations."""
@@ -13,12 +15,6 @@ def kvarn_calls(heads: int, kv: int, dim: int) -> dict[str, Callable[[], object]
     from soloist.ops.triton import attention, kvarn, kvarn_attention
 
     t, r, pages, slots = 16, 2, 16, 2
-
-    def half(*shape: int) -> torch.Tensor:
-        return torch.zeros(shape, dtype=torch.bfloat16)
-
-    def index(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-        return torch.zeros(shape, dtype=dtype)
 
     records = torch.zeros(1, r * pages * 64, kv * record_bytes(dim) // TILE, dtype=torch.uint8)
     window = half(1, slots, WINDOW, kv, dim)
