@@ -27,6 +27,9 @@ from soloist.engine.kept import ParkedStorages, tensors_of
 from soloist.engine.sleep import Sleeper
 from soloist.errors import CapacityError, ContextLengthError, OverloadedError
 from soloist.models.vision import VisionTower
+from soloist.ops import card_products
+from soloist.ops.linear import QuantizedWeight
+from soloist.ops.linear_cuda import Workspace
 from soloist.sampling.params import SamplingParams
 from soloist.server.template import ChatTemplate
 from soloist.server.tokenizer import Tokenizer
@@ -253,6 +256,42 @@ def test_weights_come_back_as_they_were_taken(monkeypatch):
     model = SimpleNamespace(device=torch.device("cuda"))
     assert kept.ParkedWeights((model, None, ())).restore()[0] is model
     assert inside == ["cuda", "restored", "out"]
+
+
+def test_scratch_of_products_stays_where_it_is(monkeypatch):
+    """It is the process's: taken along with a sleeping engine's weights, it left the next engine null pointers."""
+    pytest.importorskip("triton")
+    from soloist.ops.triton.dense import DenseProduct
+
+    space = Workspace.__new__(Workspace)
+    space.arch, space.row_tiles = 80, (8,)
+    space.partials, space.arrivals = torch.full((64,), -1), torch.zeros(4, dtype=torch.int32)
+    monkeypatch.setattr(card_products, "workspace", lambda device: space)
+    monkeypatch.setattr("soloist.ops.scratch._parts", {})
+    codes = torch.zeros(256, 16, dtype=torch.int32)
+    weight = QuantizedWeight(codes, torch.ones(256, 1, dtype=torch.bfloat16), None, 4, 128, (256, 128))
+    four = card_products.W4Linear(weight, torch.device("cpu"), torch.bfloat16)
+    dense = DenseProduct(torch.ones(32, 512, dtype=torch.bfloat16))
+    old = dense.parts, dense.arrivals
+    larger = DenseProduct(torch.ones(64, 1024, dtype=torch.bfloat16))
+    assert larger.parts is not old[0], "the old scratch has no other holder now"
+    parked = ParkedStorages(tensors_of(four, dense))
+    assert not any(t.untyped_storage().nbytes() for t in (four.packed.words, four.packed.scales, dense.weight))
+    assert all(t.untyped_storage().nbytes() for t in (space.partials, space.arrivals, *old))
+    parked.restore()
+    assert torch.equal(dense.weight, torch.ones(32, 512, dtype=torch.bfloat16))
+
+
+def test_closed_asleep_it_frees_the_weights(engine):
+    """Page-locked memory must be unlocked before it is freed."""
+    ask(engine).answer()
+    engine.sleep()
+    closed = []
+    engine._kept.weights = SimpleNamespace(nbytes=0, close=lambda: closed.append(True))
+    engine._kept.cache_for("another numerics")
+    assert not closed, "another cache is no other weights"
+    engine.close()
+    assert closed == [True]
 
 
 def test_the_commands(demo, monkeypatch, tmp_path):

@@ -2,13 +2,15 @@
 
 Weights move by storage, not by tensor: every tensor of the model, its views and whatever refers to them stay the
 objects they are, only their bytes go to the host and come back. Static buffers, pages and graphs are not kept; they
-are made anew, so nothing may remember an address across a sleep.
+are made anew, so nothing may remember an address across a sleep. Scratch that products share (`ops/scratch.py`) is
+reached through the model and is not the model's: it stays, for whatever else the process loads.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +23,7 @@ from soloist.engine.segments import side_by_side
 from soloist.errors import CapacityError
 from soloist.models.qwen3_5 import Qwen35
 from soloist.models.vision import VisionTower
+from soloist.ops.scratch import SHARED
 
 log = logging.getLogger("soloist.engine")
 
@@ -30,12 +33,12 @@ Loaded = tuple[Qwen35, VisionTower | None, tuple[str, ...]]
 
 def tensors_of(*roots: object) -> Iterator[torch.Tensor]:
     """Every tensor reachable through attributes and containers of Soloist's own objects and of torch's modules (the
-    vision tower is one of another library), each once."""
+    vision tower is one of another library), each once. Scratch that products share is nobody's and left out."""
     seen: set[int] = set()
     stack: list[Any] = list(roots)
     while stack:
         item = stack.pop()
-        if id(item) in seen:
+        if id(item) in seen or isinstance(item, SHARED):
             continue
         seen.add(id(item))
         if isinstance(item, torch.Tensor):
@@ -83,7 +86,8 @@ class ParkedStorages:
             storage.resize_(0)
 
     def close(self) -> None:
-        """Free the host's copy."""
+        """Free the host's copy. Must be called: memory that is freed while the card has it page-locked would leave the
+        card reading the old pages whenever something else comes to lie at that address."""
         if self._pinned:
             torch.cuda.cudart().cudaHostUnregister(self._host.data_ptr())
             self._pinned = False
@@ -100,7 +104,14 @@ def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
 def _pin(host: torch.Tensor, wanted: bool) -> bool:
     """Page-lock memory that exists already: pinning by torch's allocator would round every tensor up to a power of
     two. Where the system refuses, copies are slower and nothing else changes."""
-    return wanted and int(torch.cuda.cudart().cudaHostRegister(host.data_ptr(), host.numel(), 0)) == 0
+    if not wanted:
+        return False
+    if int(torch.cuda.cudart().cudaHostRegister(host.data_ptr(), host.numel(), 0)) == 0:
+        return True
+    # The runtime remembers a refusal, and torch raises it behind the next kernel it launches. Let it be this one.
+    with suppress(RuntimeError):
+        torch.ones(1, device="cuda")
+    return False
 
 
 class ParkedWeights:
@@ -172,7 +183,7 @@ class Kept:
     def cache_for(self, numerics: str) -> tuple[PrefixCache | None, Persister | None]:
         """The kept cache if it was made with these numerics; otherwise it is closed and forgotten."""
         if numerics != self.numerics:
-            self.close()
+            self.end_writing()
             self.prefix = None
         return self.prefix, self.persister
 
@@ -192,9 +203,15 @@ class Kept:
         """A new engine has everything; the copies of its weights can go."""
         if self.weights is not None:
             self.weights.close()
+            self.weights = None
 
-    def close(self) -> None:
+    def end_writing(self) -> None:
         """Finish what is being written."""
         if self.persister is not None:
             self.persister.close()
             self.persister = None
+
+    def close(self) -> None:
+        """Nobody will wake this: finish what is being written, free the weights."""
+        self.end_writing()
+        self.taken_over()

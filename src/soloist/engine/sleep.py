@@ -289,7 +289,7 @@ def remains(engine: Engine) -> Kept:
     if reuse.prefix is not None and engine.memory.pages.used == 0:
         kept.prefix = reuse.prefix
     else:
-        kept.close()
+        kept.end_writing()
     kept.weights = park_weights((engine.model, engine.tower, engine.status().degraded))
     return kept
 

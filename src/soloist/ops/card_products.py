@@ -8,26 +8,20 @@ its kernel by name, so the switch is never inside one path.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
 
 from soloist.ops.linear import DenseWeight, QuantizedWeight, Weight
-from soloist.ops.linear_cuda import PackedW4, Residual, Squares, W4Prefill, W4Product, Workspace, pack, why_not_w4
+from soloist.ops.linear_cuda import PackedW4, Residual, Squares, W4Prefill, W4Product, pack, why_not_w4
 from soloist.ops.products import Linear
+from soloist.ops.scratch import workspace
 
 if TYPE_CHECKING:
     from soloist.ops.triton.dense import DenseProduct
 
 DECODE_ROWS = 32
 NARROW = 2048  # columns up to which a dense decode product splits K to fill the card
-
-
-@lru_cache(maxsize=4)
-def workspace(device: torch.device) -> Workspace:
-    """Scratch of the products on the engine's stream: one per card."""
-    return Workspace(device)
 
 
 class CardLinear(Linear):

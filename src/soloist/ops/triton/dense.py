@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from soloist.ops.linear_cuda import Squares
+from soloist.ops.scratch import dense_parts
 from soloist.ops.triton import pdl
 
 ROWS = 16
@@ -85,21 +86,6 @@ def _dense(
         tl.store(y_at, total.to(y_ptr.dtype.element_ty), mask=(m < rows)[:, None] & (n < n_out)[None, :])
 
 
-_scratch: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
-
-
-def scratch(device: torch.device, parts: int, slots: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(parts fp32, counters int32, all zero between launches) of at least these sizes; a larger request gets new ones
-    and leaves the old ones, whose addresses graphs may hold, to their holders."""
-    held = _scratch.get(device)
-    # A sleeping engine takes the storage away and leaves the tensors.
-    sizes = (0, 0) if held is None else tuple(t.untyped_storage().nbytes() // 4 for t in held)
-    if held is None or sizes[0] < parts or sizes[1] < slots:
-        made = torch.empty(max(parts, sizes[0]), dtype=torch.float32, device=device)
-        _scratch[device] = held = made, torch.zeros(max(slots, sizes[1]), dtype=torch.int32, device=device)
-    return held
-
-
 class DenseProduct:
     """y = x W^T for a dense weight [N, K]; rows in blocks of 16. Parts and counters are shared by all that run on the
     engine's stream: a launch writes them only when the one in front has ended."""
@@ -114,7 +100,17 @@ class DenseProduct:
         self.tiles = triton.cdiv(n, COLUMNS)
         slots = self.tiles * triton.cdiv(max_rows, ROWS)
         self.max_rows = max_rows
-        self.parts, self.arrivals = scratch(weight.device, slots * self.splits * ROWS * COLUMNS, slots)
+        self._scratch = dense_parts(weight.device, slots * self.splits * ROWS * COLUMNS, slots)
+
+    @property
+    def parts(self) -> torch.Tensor:
+        """fp32: the K splits of every tile, until its last program adds them up."""
+        return self._scratch.parts
+
+    @property
+    def arrivals(self) -> torch.Tensor:
+        """int32: how many programs of a tile have arrived; zero between launches."""
+        return self._scratch.arrivals
 
     def __call__(
         self, x: torch.Tensor, out: torch.Tensor | None = None, squares: Squares | None = None
