@@ -4,6 +4,7 @@ again, and engines beside and after a sleeping one hear nothing of it."""
 from __future__ import annotations
 
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -74,23 +75,25 @@ def test_a_sleeping_engine_takes_nothing_from_others(form: str, tmp_path: Path) 
     """The products of one process share scratch. An engine beside the sleeping one goes on with it, and one that is
     built after a sleeping engine was closed does."""
     settings = settings_of(form, tmp_path)
-    beside = build_engine(settings)
-    try:
-        first = [a.bits for a in answers(beside)]
+
+    def bits(engine: Engine | Sleeper) -> list[tuple]:
+        return [a.bits for a in answers(engine)]
+
+    with ExitStack() as at_last:
+        beside = build_engine(settings)
+        at_last.callback(beside.close)
+        first = bits(beside)
         sleeper = Sleeper(lambda remains: build_engine(settings, kept=remains))
-        assert [a.bits for a in answers(sleeper)] == first
+        at_last.callback(sleeper.close)
+        assert bits(sleeper) == first
         sleeper.sleep()
         assert sleeper._kept.weights is not None
-        assert [a.bits for a in answers(beside)] == first
+        assert bits(beside) == first
         sleeper.close()
-        assert [a.bits for a in answers(beside)] == first
-    finally:
-        beside.close()
-    after = build_engine(settings)
-    try:
-        assert [a.bits for a in answers(after)] == first
-    finally:
-        after.close()
+        assert bits(beside) == first
+        after = build_engine(settings)
+        at_last.callback(after.close)
+        assert bits(after) == first
 
 
 def test_a_card_that_pins_nothing_more_only_copies_slower() -> None:
