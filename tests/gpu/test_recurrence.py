@@ -31,6 +31,8 @@ def near(a: torch.Tensor, b: torch.Tensor, bound: float) -> None:
         (16, 48, 128, torch.float32, "sigmoid"),
         (2, 4, 32, torch.float32, "silu"),
         (2, 4, 64, torch.bfloat16, "silu"),
+        (2, 4, 64, torch.float16, "sigmoid"),
+        (2, 4, 32, torch.float16, "silu"),
     ],
 )
 def test_walk_norm_and_fold(hk: int, hv: int, dim: int, state: torch.dtype, act: str) -> None:

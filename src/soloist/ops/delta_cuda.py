@@ -14,11 +14,19 @@ import torch
 
 from soloist.ops.cuda import nvrtc
 
-COLUMNS = 32
-CHUNK = 16
-THREADS = 128
+THREADS = 128  # at most
 STATES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 SIGNATURE = "pppppp" + "ppppi" + "llll" + "i" + "ppppp" + "pipfp"
+
+
+def columns(dv: int) -> int:
+    """Columns of a head that one block of the kernel holds."""
+    return 32 if dv % 64 else 64
+
+
+def threads(dv: int) -> int:
+    """Threads of a block: a warp per 16 columns."""
+    return columns(dv) * 2
 
 
 def why_not(device: torch.device, dtype: torch.dtype, dk: int, dv: int, heads: tuple[int, int]) -> str | None:
@@ -27,9 +35,38 @@ def why_not(device: torch.device, dtype: torch.dtype, dk: int, dv: int, heads: t
         return "runs on a card only"
     if dtype is not torch.bfloat16:
         return "activations must be bfloat16"
-    if dk % 16 or dv % COLUMNS or dk > 256 or heads[1] % heads[0]:
-        return f"heads of {dk} x {dv} (keys a multiple of 16 up to 256, values of {COLUMNS})"
+    if dk % 16 or dv % 32 or dk > 128 or heads[1] % heads[0]:
+        return f"heads of {dk} x {dv} (keys a multiple of 16 up to 128, values of 32)"
     return None
+
+
+def walk_arguments(
+    states: torch.Tensor, record: Sequence[torch.Tensor], walked: torch.Tensor, scratch: torch.Tensor,
+    table: dict[str, torch.Tensor], z: torch.Tensor, norm: torch.Tensor, eps: float, mixed: torch.Tensor,
+    arrivals: torch.Tensor,
+) -> tuple[int | float, ...]:  # fmt: skip
+    """What the kernel is given for `Recurrence.walk`; arrivals int32 [requests, Hv]: zero, and left so."""
+    q, k, v, decay, beta = record
+    return (
+        states.data_ptr(), q.data_ptr(), k.data_ptr(), v.data_ptr(), decay.data_ptr(), beta.data_ptr(),
+        table["slots"].data_ptr(), table["starts"].data_ptr(), table["counts"].data_ptr(), 0, 0,
+        0, 0, 0, 0, table["slots"].numel(),
+        table["parent"].data_ptr(), table["keep"].data_ptr(), scratch.data_ptr(), walked.data_ptr(),
+        arrivals.data_ptr(), z.data_ptr(), z.stride(0), norm.data_ptr(), eps, mixed.data_ptr(),
+    )  # fmt: skip
+
+
+def fold_arguments(
+    states: torch.Tensor, record: Sequence[torch.Tensor], path: torch.Tensor, lengths: torch.Tensor, slots: torch.Tensor
+) -> tuple[int | float, ...]:
+    """What the kernel is given for `Recurrence.fold`."""
+    q, k, v, decay, beta = record
+    return (
+        states.data_ptr(), q.data_ptr(), k.data_ptr(), v.data_ptr(), decay.data_ptr(), beta.data_ptr(),
+        slots.data_ptr(), 0, lengths.data_ptr(), path.data_ptr(), path.stride(0),
+        states.stride(0), k.stride(0), v.stride(0), decay.stride(0), slots.numel(),
+        0, 0, 0, 0, 0, 0, 0, 0, 0.0, 0,
+    )  # fmt: skip
 
 
 class Recurrence:
@@ -42,7 +79,7 @@ class Recurrence:
         major, minor = torch.cuda.get_device_capability(device)
         self._arch = major * 10 + minor
         self._macros = {"HK": key_heads, "HV": value_heads, "DK": dk, "DV": dv, "SIGMOID": int(act == "sigmoid")}
-        self._blocks = value_heads * dv // COLUMNS
+        self._blocks, self._threads = value_heads * dv // columns(dv), threads(dv)
         self._arrivals = torch.zeros(requests * value_heads, dtype=torch.int32, device=device)
         self._cache = cache_directory
 
@@ -50,7 +87,7 @@ class Recurrence:
         dependent = not fold and self._arch >= 90
         macros = {**self._macros, "STATE": STATES[state], "FOLD": int(fold), "PDL": int(dependent)}
         return nvrtc.load(
-            "delta", "delta", self._arch, tuple(macros.items()), THREADS, 0, SIGNATURE, dependent, self._cache
+            "delta", "delta", self._arch, tuple(macros.items()), self._threads, 0, SIGNATURE, dependent, self._cache
         )
 
     def walk(
@@ -71,16 +108,9 @@ class Recurrence:
         dv] fp32 and scratch (as in `triton.delta.walk`) are left with o and the kept states; z [T, Hv * dv] bf16, any
         row stride; table: slots, starts, counts, parent, keep.
         """
-        q, k, v, decay, beta = record
         requests = table["slots"].numel()
         assert requests * self._macros["HV"] <= self._arrivals.numel() and z.stride(1) == 1 and mixed.is_contiguous()
-        arguments = (
-            states.data_ptr(), q.data_ptr(), k.data_ptr(), v.data_ptr(), decay.data_ptr(), beta.data_ptr(),
-            table["slots"].data_ptr(), table["starts"].data_ptr(), table["counts"].data_ptr(), 0, 0,
-            0, 0, 0, 0, requests,
-            table["parent"].data_ptr(), table["keep"].data_ptr(), scratch.data_ptr(), walked.data_ptr(),
-            self._arrivals.data_ptr(), z.data_ptr(), z.stride(0), norm.data_ptr(), eps, mixed.data_ptr(),
-        )  # fmt: skip
+        arguments = walk_arguments(states, record, walked, scratch, table, z, norm, eps, mixed, self._arrivals)
         stream = torch.cuda.current_stream(states.device).cuda_stream
         self._kernel(states.dtype, False).launch(self._blocks * requests, arguments, stream)
 
@@ -97,13 +127,7 @@ class Recurrence:
         states [L, slots, Hv, dk, dv]; record tensors as `walk` read them, with a leading layer but for q; path int32
         [R, >= longest]: accepted rows, anchor first; lengths [R] (0: nothing to settle).
         """
-        q, k, v, decay, beta = record
         layers, requests = states.shape[0], slots.numel()
-        arguments = (
-            states.data_ptr(), q.data_ptr(), k.data_ptr(), v.data_ptr(), decay.data_ptr(), beta.data_ptr(),
-            slots.data_ptr(), 0, lengths.data_ptr(), path.data_ptr(), path.stride(0),
-            states.stride(0), k.stride(0), v.stride(0), decay.stride(0), requests,
-            0, 0, 0, 0, 0, 0, 0, 0, 0.0, 0,
-        )  # fmt: skip
+        arguments = fold_arguments(states, record, path, lengths, slots)
         stream = torch.cuda.current_stream(states.device).cuda_stream
         self._kernel(states.dtype, True).launch(self._blocks * requests * layers, arguments, stream)
