@@ -9,15 +9,16 @@
 // odd ones. So every lane of a pair ends up with both sums and nothing is shuffled. Other states are fp32 in registers; a dot
 // product is DK / 4 fused multiply-adds in four chains and two shuffles.
 //
-// What a row gives out, S^T q, is computed beside the next row's S^T k from the same state: it is off the chain from row to row.
+// What a row gives out, S^T q, is computed beside the next row's S^T k from the same state: it is off the chain from row to
+// row. Of that chain the next row's k is fetched ahead too.
 //
 // Walk: starts from the settled state, leaves it alone, goes through a request's rows in depth-first order; a row whose
 // parent is not the row before continues from the settled state or from where the parent left its own (`keep`). The last
 // block of a head to finish applies the gated norm over the head's columns to the request's rows.
 // Fold: goes through the rows of `path` and writes the state.
 //
-// The state is read before the wait of a dependent launch: no kernel of a step writes it, and the kernel in front of the walk
-// must itself have waited for its own predecessor.
+// State and tables are read before the wait of a dependent launch: no kernel of a step writes them, and the kernel in front of
+// the walk must itself have waited for its own predecessor.
 //
 // Compile-time: HK, HV, DK, DV, STATE (0 fp32, 1 fp16, 2 bf16), FOLD, SIGMOID, PDL.
 // Shared memory: [16 rows][k DK | parts of k DK | parts of q DK, or: k DK | q DK | v | decay, beta, parent, keep].
@@ -112,16 +113,27 @@ __device__ __forceinline__ void place_parts(float* at, int piece, float4 x) {
         make_uint2(to_halves(a - low(ab), b - high(ab)), to_halves(c - low(cd), d - high(cd)));
 }
 
-// S^T x of the lane's two columns, always in this order.
-__device__ __forceinline__ float2 product(const State& state, const float* x, int lane) {
-    constexpr int chains = STEPS < 4 ? STEPS : 4;
+// A lane's share of a vector in parts.
+struct Vector {
+    uint4 steps[STEPS / 2];
+};
+__device__ __forceinline__ Vector fetch(const float* x, int lane) {
     const uint4* parts = reinterpret_cast<const uint4*>(x) + lane / 4 % 2 * 4 + lane % 4;
+    Vector v;
+#pragma unroll
+    for (int i = 0; i < STEPS / 2; ++i) v.steps[i] = parts[i * 8];
+    return v;
+}
+
+// S^T x of the lane's two columns, always in this order.
+__device__ __forceinline__ float2 product(const State& state, const Vector& x, int lane) {
+    constexpr int chains = STEPS < 4 ? STEPS : 4;
     float c[chains][4];
 #pragma unroll
     for (int i = 0; i < chains; ++i) c[i][0] = c[i][1] = c[i][2] = c[i][3] = 0.f;
 #pragma unroll
     for (int i = 0; i < STEPS; i += 2) {
-        const uint4 b = parts[i * 4];
+        const uint4 b = x.steps[i / 2];
         mma_f16(c[i % chains], state.s[i], b.x, b.y);
         mma_f16(c[(i + 1) % chains], state.s[i + 1], b.z, b.w);
     }
@@ -178,14 +190,19 @@ __device__ __forceinline__ void write_state(const State& state, stored* to, int 
     }
 }
 
+struct Vector {
+    const float* in_memory;
+};
+__device__ __forceinline__ Vector fetch(const float* x, int lane) { return {x}; }
+
 // S^T x of the lane's two columns over their four lanes, always in this order.
-__device__ __forceinline__ float2 product(const State& state, const float* x, int lane) {
+__device__ __forceinline__ float2 product(const State& state, const Vector& x, int lane) {
     float a[2][4], total[2];
 #pragma unroll
     for (int e = 0; e < 4; ++e) a[0][e] = a[1][e] = 0.f;
 #pragma unroll
     for (int i = 0; i < STEPS; ++i) {
-        const float4 v = reinterpret_cast<const float4*>(x)[i * 4 + lane % 4];
+        const float4 v = reinterpret_cast<const float4*>(x.in_memory)[i * 4 + lane % 4];
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
             a[c][0] = __fmaf_rn(state.s[c][4 * i], v.x, a[c][0]);
@@ -323,7 +340,8 @@ __device__ __forceinline__ void gated_norm(const float* walked, const u16* z, in
 }
 #endif
 
-extern "C" __global__ void __launch_bounds__(THREADS, 384 / THREADS)
+// Registers for three blocks of 128 threads; widening bf16 states takes more.
+extern "C" __global__ void __launch_bounds__(THREADS, (STATE == 2 ? 256 : 384) / THREADS)
 delta(stored* states, const float* q, const float* k, const float* v, const float* decay, const float* beta,
       const int* slots, const int* starts, const int* counts, const int* path, int path_stride,
       u64 state_layer, u64 k_layer, u64 v_layer, u64 gate_layer, int requests,
@@ -335,7 +353,7 @@ delta(stored* states, const float* q, const float* k, const float* v, const floa
     const u64 layer = blockIdx.x / (HV * BLOCKS_PER_HEAD) / requests;
     const int head = block / BLOCKS_PER_HEAD, first_column = block % BLOCKS_PER_HEAD * COLUMNS;
     const int own = warp * 16 + lane / 4 * 2, column = first_column + own;
-    const int count = counts[request];
+    const int count = counts[request], first = FOLD ? 0 : starts[request];
     stored* settled = states + layer * state_layer + ((u64)slots[request] * HV + head) * (DK * DV) + column;
     State state;
     if (count > 0) read_state(state, settled, p);
@@ -348,7 +366,6 @@ delta(stored* states, const float* q, const float* k, const float* v, const floa
     const float* at_q = q + head / (HV / HK) * DK;
     const float* at_v = v + layer * v_layer + head * DV + first_column;
     const u64 gates = layer * gate_layer + head;
-    const int first = FOLD ? 0 : starts[request];
     const int* steps = path + (u64)request * path_stride;
     for (int base = 0; base < count; base += CHUNK) {
         const int here = min(CHUNK, count - base);
@@ -356,35 +373,38 @@ delta(stored* states, const float* q, const float* k, const float* v, const floa
         stage(rows, here, thread, steps + base, first + base, at_k, at_q, at_v, decay + gates, beta + gates, parent, keep);
 #if !FOLD
         // A bit a row: it does not continue from the row before; its state is kept. Known without a load in the loop.
-        const float* mine = rows + min(lane, here - 1) * ROW_WORDS + GATES_AT;
-        const int parent_of_mine = __float_as_int(mine[2]);
+        const float* own_row = rows + min(lane, here - 1) * ROW_WORDS + GATES_AT;
+        const int parent_of_mine = __float_as_int(own_row[2]);
         const u32 jumps = __ballot_sync(0xffffffffu, base + lane > 0 && parent_of_mine != first + base + lane - 1);
-        const u32 keeps = __ballot_sync(0xffffffffu, __float_as_int(mine[3]) > 0);
+        const u32 keeps = __ballot_sync(0xffffffffu, __float_as_int(own_row[3]) > 0);
 #endif
+        Vector key = fetch(rows + K_AT, lane);
         for (int r = 0; r < here; ++r) {
             const float* x = rows + r * ROW_WORDS;
             const float2 fresh = *reinterpret_cast<const float2*>(x + V_AT + own);
+            const Vector mine = key;
+            key = fetch(rows + min(r + 1, here - 1) * ROW_WORDS + K_AT, lane);  // on its way while row r is computed
 #if FOLD
-            advance(state, x, product(state, x + K_AT, lane), fresh, lane);
+            advance(state, x, product(state, mine, lane), fresh, lane);
 #else
             float2* out = reinterpret_cast<float2*>(walked + ((u64)(first + base + r) * HV + head) * DV + column);
             const float* before = r > 0 ? x - ROW_WORDS : x;
             bool owes = r > 0;  // the row before has not given its output yet; if its state is replaced, that comes first
             if (jumps >> r & 1) {
-                const float2 o = product(state, before + Q_AT, lane);
+                const float2 o = product(state, fetch(before + Q_AT, lane), lane);
                 if (owes && p == 0) __stcg(out - HV * DV / 2, o);
                 owes = false;
                 const int above = __float_as_int(x[GATES_AT + 2]);
                 if (above < 0) read_state(state, settled, p);
                 else read_state(state, scratch + ((u64)keep[above] * HV + head) * (DK * DV) + column, p);
             }
-            const float2 old = product(state, x + K_AT, lane), o = product(state, before + Q_AT, lane);
+            const float2 old = product(state, mine, lane), o = product(state, fetch(before + Q_AT, lane), lane);
             advance(state, x, old, fresh, lane);
             if (owes && p == 0) __stcg(out - HV * DV / 2, o);
             if (keeps >> r & 1)
                 write_state(state, scratch + ((u64)__float_as_int(x[GATES_AT + 3]) * HV + head) * (DK * DV) + column, p);
             if (r == here - 1) {
-                const float2 last = product(state, x + Q_AT, lane);
+                const float2 last = product(state, fetch(x + Q_AT, lane), lane);
                 if (p == 0) __stcg(out, last);
             }
 #endif
