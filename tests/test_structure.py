@@ -34,6 +34,7 @@ MAY_IMPORT = {
         "demo",
         "planner",
         "toolchain",
+        "cores",
     },
     "planner": {"cache", "checkpoint"},
     "server": {"engine", "sampling", "settings", "progress"},
@@ -41,6 +42,7 @@ MAY_IMPORT = {
     "settings": {"knobs", "combinations"},
     "errors": set(),
     "toolchain": set(),
+    "cores": set(),
 }
 BELOW_ENGINE = ("ops", "checkpoint", "models", "cache", "sampling", "drafting")
 

@@ -20,6 +20,7 @@ from typing import Any
 from soloist.bench.machine import machine, versions
 from soloist.bench.synthetic import SHAPES
 from soloist.bench.synthetic_dir import write_synthetic
+from soloist.cores import usable_cores
 from soloist.ops.aot import SHARED_LIMIT
 from soloist.ops.rehearsal import Card, Job, compile_all
 
@@ -59,7 +60,7 @@ def main() -> None:
     parser.add_argument("--arch", type=int, default=86, choices=sorted(SHARED_LIMIT))
     parser.add_argument("--shape", default="qwen3.8-27b", choices=sorted(SHAPES))
     parser.add_argument("--knobs", default="spec=dflash2,kv_format=fp8", help="name=value, comma-separated")
-    parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--workers", type=int, default=usable_cores())
     args = parser.parse_args()
     knobs = dict(pair.split("=") for pair in args.knobs.split(","))
     with tempfile.TemporaryDirectory() as scratch:

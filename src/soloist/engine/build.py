@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import shutil
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +18,7 @@ from soloist.cache.pages import PAGE, PageAllocator, pages_for
 from soloist.cache.recurrent import RecurrentState, StateShapes
 from soloist.cache.tiles import make_store
 from soloist.checkpoint.reader import Checkpoint, open_checkpoint
+from soloist.cores import usable_cores
 from soloist.engine.caching import build_reuse
 from soloist.engine.capacity import SHORT, check_sizes, choices, kv_formats, size_pool
 from soloist.engine.drafters import build_speculation, tap_layers
@@ -93,7 +93,7 @@ def _build(settings: Settings, progress: Progress | None, keep_sessions: bool, k
         if lacking is not None:  # said now, not at the first launch, when the weights have been read
             raise UserError(f"Triton needs {lacking}, and this machine has none.", toolchain.REMEDY)
         keep_cubins(cubins())
-    torch.set_num_threads(settings.threads or os.cpu_count() or 1)
+    torch.set_num_threads(settings.threads or usable_cores())
     torch.set_grad_enabled(False)
     chosen = choices(settings, checkpoint, str(dtype).removeprefix("torch."), device)
     if kept.weights is not None:

@@ -26,6 +26,7 @@ from pathlib import Path
 import torch
 
 from soloist.checkpoint.reader import Checkpoint
+from soloist.cores import usable_cores
 from soloist.engine.capacity import host_room
 from soloist.engine.selfcheck import user_cache
 from soloist.ops.numerics import code_digest
@@ -89,7 +90,7 @@ class CompileAhead:
             log.info("kernels: all known")
             return
         plain = replace(settings, origins=dict(settings.origins))  # the read-only view cannot be sent
-        workers = max(1, min(len(os.sched_getaffinity(0)), host_room() // WORKER_BYTES))
+        workers = max(1, min(usable_cores(), host_room() // WORKER_BYTES))
         order = Order(plain, card, workers, cubins(), os.getpid())
         # The card is the parent's.
         environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
