@@ -144,6 +144,8 @@ def main(directory: str, arch: int, *knobs: str) -> None:
         stack.enter_context(mock.patch.object(torch.Tensor, "is_cuda", property(lambda x: True), create=True))
         stack.enter_context(mock.patch("soloist.ops.triton.pdl.dependent", lambda x: arch >= 90))
         stack.enter_context(mock.patch("soloist.ops.triton.pdl.shared_memory", lambda x: SHARED_LIMIT[arch]))
+        stack.enter_context(mock.patch("soloist.ops.triton.pdl.warp_groups", lambda x: arch // 10 == 9))
+        stack.enter_context(mock.patch("soloist.ops.triton.pdl.multiprocessors", lambda x: 82))
         # Kernels leave what they find, and NaN would end a request.
         stack.enter_context(mock.patch("torch.empty", torch.zeros))
         stack.enter_context(mock.patch("torch.empty_like", torch.zeros_like))

@@ -118,8 +118,9 @@ for kernel, compiled in seen:
 
 @pytest.mark.parametrize("arch", [86, pytest.param(90, marks=pytest.mark.slow)])
 def test_a_scale_that_rounds_is_fused_nowhere(arch: int) -> None:
-    """What is fused is the running total of a row; a shared split has twice the rows. Where the scale is no power of
-    two a fused score would have other bits than a row's own split gives it."""
+    """What is fused is the running total of a row. A shared tile has twice the rows of a row's own heads, but on sm_90,
+    where each thread has two rows of either. Where the scale is no power of two a fused score would have other bits
+    than a row gets alone."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
     done = subprocess.run(
@@ -127,4 +128,4 @@ def test_a_scale_that_rounds_is_fused_nowhere(arch: int) -> None:
     )
     assert done.returncode == 0, done.stderr[-2000:]
     fused = {name: int(count) for name, count in (line.split() for line in done.stdout.splitlines())}
-    assert fused["_past"] == 2 * fused["_recent"] > 0, fused
+    assert fused["_past"] == (1 if arch == 90 else 2) * fused["_recent"] > 0, fused

@@ -1,17 +1,19 @@
 """Verify attention over pages, split by fixed length; rows of the running step gather their ancestors into lanes.
 
-A key's lane is its absolute position. Splits that lie wholly in the settled past are shared by all rows of a request
-(`_past`); the splits from the first running position on are computed per row (`_recent`), with the row's own
-ancestors in the lanes after the settled ones. Both walk a split page by page with the same products, so it does not
-matter to a row's bits which of the two computed a split, nor how many rows came along. Reference: `ops/attention.py`.
+A key's lane is its absolute position. A split is walked block by block, each an online softmax update. The blocks that
+lie wholly in the settled past are shared by all rows of a request (`_past`); from the first running position's block on
+a row goes alone (`_recent`), taking up its sums of the split where `_past` left them, with its own ancestors in the
+lanes after the settled ones. Both update a row with the same products in the same order, so it does not matter to its
+bits which of the two took a block, nor how many rows came along. Reference: `ops/attention.py`.
 
 Keys and values are decoded as they are read (`kv.py`), those of the running step too: they stand in its buffers as
 they will be stored.
 
-What can go wrong: a product whose inner order depends on the tile's row count. Row tiles stay below 64, where every
-supported card uses the same 16-row MMA. And a compiler that knows no key of a shared split is hidden makes one fused
-operation of a score's scaling and what follows, which it cannot make in `_recent`: where the scale is no power of two,
-the shared splits are masked too, though all of it is seen.
+What can go wrong: a product whose inner order depends on the tile's row count. Where a card has 16-row products only,
+tiles stay below 64 rows; on sm_90, whose warp groups multiply 64 rows, every tile has whole groups of 64 (`_form`). And
+a compiler that knows no key of a shared block is hidden makes one fused operation of a score's scaling and what
+follows, which it cannot make in `_recent`: where the scale is no power of two, the shared blocks are masked too, though
+all of it is seen.
 """
 
 from __future__ import annotations
@@ -47,45 +49,85 @@ def _block(q, k, v, visible, top, total, acc, scale):
 
 
 @triton.jit
+def _columns(at, x, mine, M: tl.constexpr, D: tl.constexpr):
+    """Rows x [M, D] to pointers `at` [M], 64 columns at a time: warps exchange them through shared memory."""
+    if D > 64:
+        left, right = tl.split(tl.permute(tl.reshape(x, (M, 2, D // 2)), (0, 2, 1)))
+        _columns(at, left, mine, M, D // 2)
+        _columns(at + D // 2, right, mine, M, D // 2)
+    else:
+        tl.store(at[:, None] + tl.arange(0, D)[None, :], x, mask=mine[:, None])
+
+
+@triton.jit
+def _leave(
+    acc, top, total, acc_out, top_out, total_out, parts, split, row, head, mine,
+    HEADS: tl.constexpr, M: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """Store the sums of one split."""
+    part = (tl.load(parts + row, mask=mine, other=0) + split).to(tl.int64) * HEADS + head
+    _columns(acc_out + part * D, acc, mine, M, D)
+    tl.store(top_out + part, top, mask=mine)
+    tl.store(total_out + part, total, mask=mine)
+
+
+@triton.jit
 def _past(
     q, keys, k_scales, k_factor, values, v_scales, v_factor, page_table, starts, counts, settled, parts,
     acc_out, top_out, total_out, scale, pages_stride,
     HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, M: tl.constexpr, SPLIT: tl.constexpr, PAGE: tl.constexpr,
-    TILES: tl.constexpr, K_KIND: tl.constexpr, V_KIND: tl.constexpr, MASKED: tl.constexpr, PDL: tl.constexpr,
+    BLOCK: tl.constexpr, DEALT: tl.constexpr, K_KIND: tl.constexpr, V_KIND: tl.constexpr, MASKED: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     pdl.begin(PDL)
-    split = tl.program_id(0) // TILES
-    first = tl.program_id(0) % TILES * M
-    kv = tl.program_id(1)
-    request = tl.program_id(2)
+    # Tiles first: programs that read the same keys run at the same time.
+    first = tl.program_id(0) * M
+    walker, walkers = tl.program_id(1), tl.num_programs(1)
+    kv = tl.program_id(2) % KV
+    request = tl.program_id(2) // KV
     GROUP: tl.constexpr = HEADS // KV
+    BLOCKS: tl.constexpr = SPLIT // BLOCK
     rows = tl.load(counts + request) * GROUP
-    if first < rows and (split + 1) * SPLIT <= tl.load(settled + request) // SPLIT * SPLIT:
+    blocks = tl.load(settled + request) // BLOCK
+    splits = (blocks + BLOCKS - 1) // BLOCKS
+    begin, end = walker, tl.minimum(walker + 1, splits)
+    if DEALT:
+        begin = splits * walker // walkers
+        end = splits * (walker + 1) // walkers
+    if (first < rows) & (begin < end):
         start = tl.load(starts + request)
-        lane = tl.arange(0, PAGE)
+        lane = tl.arange(0, BLOCK)
         cols = tl.arange(0, D)
         at = first + tl.arange(0, M)
         row = (start + at // GROUP).to(tl.int64)
         head = kv * GROUP + at % GROUP
         mine = at < rows
         qt = tl.load(q + (row * HEADS + head)[:, None] * D + cols[None, :], mask=mine[:, None], other=0.0)
+        pages = page_table + request * pages_stride
+        stop = tl.minimum(end * BLOCKS, blocks)
+        page = tl.load(pages + begin * (SPLIT // PAGE))
         top = tl.full((M,), float("-inf"), tl.float32)
         total = tl.zeros((M,), tl.float32)
         acc = tl.zeros((M, D), tl.float32)
-        for b in range(SPLIT // PAGE):
-            page = tl.load(page_table + request * pages_stride + split * (SPLIT // PAGE) + b).to(tl.int64)
-            at_kv = (page * PAGE + lane) * KV + kv
+        # One loop over all splits, so that keys stay on their way across their ends.
+        for b in range(begin * BLOCKS, stop):
+            if DEALT:  # noqa: SIM102  # decided by the compiler
+                if (b % BLOCKS == 0) & (b > begin * BLOCKS):
+                    split = b // BLOCKS - 1
+                    _leave(acc, top, total, acc_out, top_out, total_out, parts, split, row, head, mine, HEADS, M, D)
+                    # What was summed up to here is thereby multiplied with exp(-inf), zero.
+                    top = tl.full((M,), float("-inf"), tl.float32)
+            following = tl.load(pages + tl.minimum(b + 1, stop - 1) // (PAGE // BLOCK))
+            at_kv = (page.to(tl.int64) * PAGE + b % (PAGE // BLOCK) * BLOCK + lane) * KV + kv
             k = stored.load(keys, k_scales, k_factor, at_kv, cols, D, qt.dtype, K_KIND)
             v = stored.load(values, v_scales, v_factor, at_kv, cols, D, qt.dtype, V_KIND)
             if MASKED:
-                seen = split * SPLIT + b * PAGE + lane < tl.load(settled + request)  # all of them
+                seen = b * BLOCK + lane < tl.load(settled + request)  # all of them
                 top, total, acc = _block(qt, k, v, seen[None, :], top, total, acc, scale)
             else:
                 top, total, acc = _block(qt, k, v, True, top, total, acc, scale)
-        part = (tl.load(parts + row, mask=mine, other=0) + split).to(tl.int64) * HEADS + head
-        tl.store(acc_out + part[:, None] * D + cols[None, :], acc, mask=mine[:, None])
-        tl.store(top_out + part, top, mask=mine)
-        tl.store(total_out + part, total, mask=mine)
+            page = following
+        _leave(acc, top, total, acc_out, top_out, total_out, parts, end - 1, row, head, mine, HEADS, M, D)
 
 
 @triton.jit
@@ -94,7 +136,7 @@ def _recent(
     page_table, request_of, positions, settled, lanes, parts, acc_out, top_out, total_out,
     scale, pages_stride, lanes_stride,
     HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, M: tl.constexpr, SPLIT: tl.constexpr, PAGE: tl.constexpr,
-    K_KIND: tl.constexpr, V_KIND: tl.constexpr, PDL: tl.constexpr,
+    BLOCK: tl.constexpr, K_KIND: tl.constexpr, V_KIND: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     pdl.begin(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -108,19 +150,23 @@ def _recent(
         at = tl.arange(0, M)
         head = kv * GROUP + at
         mine = at < GROUP
-        lane = tl.arange(0, PAGE)
+        lane = tl.arange(0, BLOCK)
         cols = tl.arange(0, D)
         qt = tl.load(q + (row * HEADS + head)[:, None] * D + cols[None, :], mask=mine[:, None], other=0.0)
-        top = tl.full((M,), float("-inf"), tl.float32)
-        total = tl.zeros((M,), tl.float32)
-        acc = tl.zeros((M, D), tl.float32)
+        part = (tl.load(parts + row) + split).to(tl.int64) * HEADS + head
+        # `_past` took the whole blocks of settled keys; a row of padding stands before them and goes alone.
+        begun = tl.maximum(tl.where(position < length, 0, length // BLOCK * BLOCK), split * SPLIT)
+        kept = at < tl.where(begun > split * SPLIT, GROUP, 0)
+        top = tl.load(top_out + part, mask=kept, other=float("-inf"))
+        total = tl.load(total_out + part, mask=kept, other=0.0)
+        acc = tl.load(acc_out + part[:, None] * D + cols[None, :], mask=kept[:, None], other=0.0)
         last = tl.minimum((split + 1) * SPLIT, position + 1)
-        for begin in range(split * SPLIT, last, PAGE):
+        for begin in range(begun, last, BLOCK):
             where = begin + lane
             old = where < length
             seen = where <= position
             page = tl.load(page_table + request * pages_stride + begin // PAGE).to(tl.int64)
-            old_at = (page * PAGE + lane) * KV + kv
+            old_at = (page * PAGE + begin % PAGE + lane) * KV + kv
             ancestor = tl.load(lanes + row * lanes_stride + (where - length), mask=seen & (where >= length), other=0)
             own_at = ancestor.to(tl.int64) * KV + kv
             k = stored.load_either(
@@ -130,8 +176,7 @@ def _recent(
                 values, v_scales, v_rows, v_row_scales, v_factor, old_at, own_at, old, seen, cols, D, qt.dtype, V_KIND
             )
             top, total, acc = _block(qt, k, v, seen[None, :], top, total, acc, scale)
-        part = (tl.load(parts + row) + split).to(tl.int64) * HEADS + head
-        tl.store(acc_out + part[:, None] * D + cols[None, :], acc, mask=mine[:, None])
+        _columns(acc_out + part * D, acc, mine, M, D)
         tl.store(top_out + part, top, mask=mine)
         tl.store(total_out + part, total, mask=mine)
 
@@ -193,6 +238,34 @@ class Partials:
         return cls(make(entries, heads, dim), make(entries, heads), make(entries, heads))
 
 
+@dataclass(frozen=True)
+class Form:
+    """How a card walks a split: `block` keys at a time, `stages` blocks on their way or worked on, in tiles of `rows`
+    rows over `warps` warps (`own` rows for the heads of a single one, over 4). `walkers` programs have a split each, or
+    the splits are `dealt` among them."""
+
+    block: int
+    rows: int
+    warps: int
+    own: int
+    stages: int
+    walkers: int
+    dealt: bool
+
+
+def _form(q: torch.Tensor, kv: int, splits: int) -> Form:
+    """A row's part in a product has one shape however many rows there are: on sm_90 a group of four warps has 64 rows,
+    and a tile one or two such groups; elsewhere four warps share the columns of a tile's 16-row products."""
+    rows, heads, _ = q.shape
+    group = heads // kv
+    if pdl.warp_groups(q) and q.element_size() == 2:
+        tile, warps = (64, 4) if rows * group <= 64 else (128, 8)
+        # A multiprocessor holds one program, which keeps its memory busy over all its splits.
+        return Form(PAGE // 2, tile, warps, 64, 4, min(splits, triton.cdiv(pdl.multiprocessors(q), kv)), True)
+    stages = 2 if pdl.shared_memory(q) >= 163840 else 1
+    return Form(PAGE, ROW_TILE, 4, max(16, triton.next_power_of_2(group)), stages, splits, False)
+
+
 def verify_attention(
     q: torch.Tensor,
     k_rows: StoredRows | torch.Tensor,
@@ -216,28 +289,25 @@ def verify_attention(
     rows, heads, dim = q.shape
     kv = keys.data.shape[1]
     group = heads // kv
-    assert dim == triton.next_power_of_2(dim) and group <= ROW_TILE  # so no tile reaches 64 rows
+    assert dim == triton.next_power_of_2(dim) and group <= ROW_TILE
     kinds = stored.kind(keys), stored.kind(values)
     assert kinds == (stored.kind(k_rows), stored.kind(v_rows))
     pages = table["page_table"]
     requests, pages_stride = pages.shape
-    splits = pages_stride * PAGE // SPLIT
     on = pdl.dependent(q)
-    tiles = triton.cdiv(rows * group, ROW_TILE)
-    stages = 2 if pdl.shared_memory(q) >= 163840 else 1
+    form = _form(q, kv, triton.cdiv(pages_stride * PAGE, SPLIT))
     past = (*stored.arguments(keys), *stored.arguments(values))
-    if splits:
-        _past[(splits * tiles, kv, requests)](
-            q, *past, pages, table["starts"], table["counts"], table["settled"], table["parts"],
-            partials.acc, partials.top, partials.total, scale, pages_stride,
-            heads, kv, dim, ROW_TILE, SPLIT, PAGE, tiles, *kinds, MASKED=not _exact(scale), PDL=on, num_warps=4,
-            num_stages=stages, **pdl.launch(on),
-        )  # fmt: skip
+    _past[(triton.cdiv(rows * group, form.rows), form.walkers, kv * requests)](
+        q, *past, pages, table["starts"], table["counts"], table["settled"], table["parts"],
+        partials.acc, partials.top, partials.total, scale, pages_stride,
+        heads, kv, dim, form.rows, SPLIT, PAGE, form.block, form.dealt, *kinds, MASKED=not _exact(scale), PDL=on,
+        num_warps=form.warps, num_stages=form.stages, **pdl.launch(on),
+    )  # fmt: skip
     _recent[(rows, kv, 2)](
         q, *stored.arguments(k_rows)[:2], *stored.arguments(v_rows)[:2], *past, pages, table["request"],
         table["positions"], table["settled"], table["lanes"],
         table["parts"], partials.acc, partials.top, partials.total, scale, pages_stride, table["lanes"].stride(0),
-        heads, kv, dim, max(16, triton.next_power_of_2(group)), SPLIT, PAGE, *kinds, PDL=on, num_warps=4, num_stages=1,
+        heads, kv, dim, form.own, SPLIT, PAGE, form.block, *kinds, PDL=on, num_warps=4, num_stages=1,
         **pdl.launch(on),
     )  # fmt: skip
     _combine[(rows, heads)](

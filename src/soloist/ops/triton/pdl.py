@@ -32,6 +32,16 @@ def shared_memory(x: torch.Tensor) -> int:
     return torch.cuda.get_device_properties(x.device).shared_memory_per_block_optin  # type: ignore[attr-defined]
 
 
+def warp_groups(x: torch.Tensor) -> bool:
+    """Whether x's card multiplies 64 rows by a group of four warps: sm_90, and no card since."""
+    return x.is_cuda and torch.cuda.get_device_capability(x.device)[0] == 9
+
+
+def multiprocessors(x: torch.Tensor) -> int:
+    """How many multiprocessors x's card has; where there is none, as few as show how work is dealt among them."""
+    return torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 4
+
+
 def launch(on: bool) -> dict[str, bool]:
     """Keyword arguments of a launch: nothing where it does not apply, so that the interpreter never sees them."""
     return {"launch_pdl": True} if on else {}
