@@ -82,16 +82,17 @@ def compiling(arch: int, seen: list[tuple[str, Any]]) -> Iterator[None]:
         seen.append((self.fn.__name__, kernel))
         return kernel
 
-    before, dependent, shared = driver._active, pdl.dependent, pdl.shared_memory
+    before, dependent, shared, groups = driver._active, pdl.dependent, pdl.shared_memory, pdl.warp_groups
     driver.set_active(Target(arch))
     JITFunction.run = run
     pdl.dependent = lambda x: arch >= 90
     pdl.shared_memory = lambda x: SHARED_LIMIT[arch]
+    pdl.warp_groups = lambda x: arch // 10 == 9
     try:
         yield
     finally:
         JITFunction.run = original
-        pdl.dependent, pdl.shared_memory = dependent, shared
+        pdl.dependent, pdl.shared_memory, pdl.warp_groups = dependent, shared, groups
         driver._active = before
 
 
@@ -132,13 +133,20 @@ def reductions(kernel: Any) -> list[str]:
     return [layouts[name] for name in blocks]
 
 
-def products(kernel: Any) -> list[tuple[str, str]]:
-    """How a compiled Triton kernel multiplies, product by product: the matrix unit's layout, and how many neighbours of
-    the inner dimension a thread hands it. Equal ones add in equal order."""
+def products(kernel: Any) -> list[tuple[str, ...]]:
+    """How a compiled Triton kernel multiplies, product by product: the matrix unit's version, over how many warps a
+    row's columns are dealt, the unit's shape, and how many neighbours of the inner dimension a thread hands it (where
+    it hands any). Equal ones add in equal order, over however many warps the rows are dealt."""
     ir = kernel.asm["ttgir"]
     layouts = dict(re.findall(r"^(#mma\d*) = (.*)$", ir, re.MULTILINE))
-    found = re.findall(r" = tt\.dot .*opIdx = 0, parent = (#mma\d*), kWidth = (\d+)", ir)
-    return [(layouts[name], width) for name, width in found]
+    dots = re.findall(r" = (?:tt\.dot|ttng\.warp_group_dot) [^:]*: (.*)$", ir, re.MULTILINE)
+    found = []
+    for types in dots:
+        layout = layouts[re.findall(r"#mma\d*", types)[-1]]
+        parts = re.search(r"versionMajor = (\d+), .*warpsPerCTA = \[\d+, (\d+)\], instrShape = \[(.*?)\]", layout)
+        width = re.search(r"opIdx = 0, parent = #mma\d*, kWidth = (\d+)", types)
+        found.append((*parts.groups(), width[1] if width else ""))  # type: ignore[union-attr]
+    return found
 
 
 def cuda_kernels(arch: int) -> list[Compiled]:
@@ -173,7 +181,7 @@ def cuda_kernels(arch: int) -> list[Compiled]:
 
 def _from_log(name: str, arch: int, log: str, shared: int, warps: int) -> Compiled:
     registers = int(re.search(r"Used (\d+) registers", log).group(1))  # type: ignore[union-attr]
-    spills = int(re.search(r"(\d+) bytes spill stores", log).group(1))  # type: ignore[union-attr]
+    spills = sum(map(int, re.findall(r"(\d+) bytes spill stores", log)))
     static = re.search(r"(\d+) bytes smem", log)
     return Compiled(name, arch, registers, spills, shared + (int(static.group(1)) if static else 0), warps)
 
