@@ -15,7 +15,7 @@ from soloist.models.card_loader import CardLoader
 from soloist.models.layers import Source
 from soloist.ops.card_products import CardLinear, DenseLinear, W4Linear
 from soloist.ops.linear import Weight
-from soloist.ops.linear_cuda import TILE_N, Residual, Squares
+from soloist.ops.linear_cuda import PART_N, TILE_N, Residual, Squares
 from soloist.ops.products import stack_dense
 
 
@@ -56,15 +56,15 @@ class HostW4(W4Linear):
         assert x.stride(1) == 1
         y = x @ self._values.T
         if squares is not None:
-            y = y * torch.rsqrt(squares.values[:, : len(x)].sum(0) / squares.width + squares.eps)[:, None]
+            y = y * torch.rsqrt(squares.values[: len(x)].sum(1) / squares.width + squares.eps)[:, None]
         if gated:
             gate, up = y.chunk(2, -1)
             y = F.silu(gate) * up
         if residual is not None:
             x, rows = residual.x, len(y)
             x += y
-            wide = F.pad(x, (0, -x.shape[1] % TILE_N)).view(rows, -1, TILE_N)
-            residual.squares[:, :rows] = wide.square().sum(-1).T
+            wide = F.pad(x, (0, -x.shape[1] % TILE_N)).view(rows, -1, PART_N)
+            residual.squares[:rows] = wide.square().sum(-1)
             y = x * residual.factor
         return y if out is None else out.copy_(y)
 

@@ -25,9 +25,9 @@ def near(a: torch.Tensor, b: torch.Tensor, bound: float) -> None:
     assert (a.double() - b.double()).norm() <= bound * b.double().norm()
 
 
-def sums_of(x: torch.Tensor, parts: int, columns: int) -> torch.Tensor:
-    sums = torch.full((parts, columns), float("nan"), device="cuda")
-    sums[:, : x.shape[0]] = torch.rand(parts, x.shape[0], device="cuda") * x.shape[1] / parts
+def sums_of(x: torch.Tensor, rows: int, parts: int) -> torch.Tensor:
+    sums = torch.full((rows, parts), float("nan"), device="cuda")
+    sums[: x.shape[0]] = torch.rand(x.shape[0], parts, device="cuda") * x.shape[1] / parts
     return sums
 
 
@@ -41,8 +41,8 @@ def test_a_pair_is_gated_and_rooted(zeros: bool) -> None:
     packed, dense = pack(weight, paired=True), weight.dequantize(torch.float64)
     product = W4Product(packed, space)
     x = torch.randn(max(COUNTS), k, device="cuda").bfloat16()
-    sums = sums_of(x, 4, 48)
-    root = torch.rsqrt(sums[:, : x.shape[0]].double().sum(0) / k + 1e-6)[:, None]
+    sums = sums_of(x, 48, 80)
+    root = torch.rsqrt(sums[: x.shape[0]].double().sum(1) / k + 1e-6)[:, None]
     plain = (x.double() @ dense.T) * root
     gate, up = plain.chunk(2, -1)
     whole = product(x, squares=Squares(sums, k, 1e-6), gated=True)
@@ -56,7 +56,7 @@ def test_a_pair_is_gated_and_rooted(zeros: bool) -> None:
 
 @pytest.mark.parametrize(("n", "k"), [(5120, 6144), (320, 512)])
 def test_residual_and_norm(n: int, k: int) -> None:
-    from soloist.ops.linear_cuda import Residual, W4Product, Workspace, pack
+    from soloist.ops.linear_cuda import Residual, W4Product, Workspace, pack, parts_of
 
     torch.manual_seed(2)
     product = W4Product(pack(quantized(n, k, False)), Workspace(torch.device("cuda")))
@@ -64,11 +64,11 @@ def test_residual_and_norm(n: int, k: int) -> None:
     factor = torch.rand(n, device="cuda") + 0.5
     first: list[torch.Tensor] = []
     for rows in COUNTS:
-        residual, sums = before[:rows].clone(), torch.full((-(-n // 256), 48), float("nan"), device="cuda")
+        residual, sums = before[:rows].clone(), torch.full((48, parts_of(n)), float("nan"), device="cuda")
         out = torch.full((rows, n), float("nan"), device="cuda", dtype=torch.bfloat16)
         product(x[:rows], out, residual=Residual(residual, factor, sums))
         assert torch.equal(residual, before[:rows] + product(x[:rows]))
         assert torch.equal(out, (residual.float() * factor).bfloat16())
-        near(sums[:, :rows].sum(0), residual.float().square().sum(1), 1e-6)
+        near(sums[:rows, : n // 64].sum(1), residual.float().square().sum(1), 1e-6)
         first = first or [out, sums]
-        assert torch.equal(out, first[0][:rows]) and torch.equal(sums[:, :rows], first[1][:, :rows])
+        assert torch.equal(out, first[0][:rows]) and torch.equal(sums[:rows, : n // 64], first[1][:rows, : n // 64])

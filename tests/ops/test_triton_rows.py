@@ -83,10 +83,10 @@ def test_dense_product_of_rows_without_their_root(device: torch.device) -> None:
     torch.manual_seed(9)
     weight = torch.randn(24, 1536, device=device).to(DOT)
     x = torch.randn(18, 1536, device=device).to(DOT)
-    sums = torch.full((3, 20), float("nan"), device=device)
-    sums[:, :18] = torch.rand(3, 18, device=device) * 1536
+    sums = torch.full((20, 24), float("nan"), device=device)
+    sums[:18] = torch.rand(18, 24, device=device) * 1536 / 8
     y = DenseProduct(weight)(x, None, Squares(sums, 1536, 1e-6))
-    root = torch.rsqrt(sums[:, :18].sum(0) / 1536 + 1e-6)
+    root = torch.rsqrt(sums[:18].sum(1) / 1536 + 1e-6)
     near(y, (x.float() @ weight.float().T) * root[:, None], 5e-3 if CARD else 1e-5)
 
 

@@ -152,8 +152,8 @@ def test_gates_beside_the_convolution(device: torch.device, rooted: bool) -> Non
     dot = torch.bfloat16 if device.type == "cuda" else torch.float32
     x, rows = inputs(rig, hk, hv, dk, dv), rig.step.rows
     h, weight = torch.randn(rows, hidden, device=device).to(dot), torch.randn(16, hidden, device=device).to(dot) / 32
-    sums = torch.rand(4, rig.shapes.rows, device=device) * hidden
-    root = torch.rsqrt(sums[:, :rows].sum(0) / hidden + 1e-6)[:, None] if rooted else 1.0
+    sums = torch.rand(rig.shapes.rows, 16, device=device) * hidden / 4
+    root = torch.rsqrt(sums[:rows].sum(1) / hidden + 1e-6)[:, None] if rooted else 1.0
     shapes = ((rows, hk, dk), (rows, hk, dk), (rows, hv, dv), (rows, hv), (rows, hv))
     found, truth = (tuple(poison(*s, device=device) for s in shapes) for _ in range(2))
     t = rig.card

@@ -29,7 +29,7 @@ from soloist.models.step import GRID, PrefillStep, VerifyStep
 from soloist.ops import delta_cuda
 from soloist.ops.card_products import CardLinear, DenseLinear, W4Linear
 from soloist.ops.delta_cuda import Recurrence
-from soloist.ops.linear_cuda import TILE_N, Squares
+from soloist.ops.linear_cuda import Squares, parts_of
 from soloist.ops.triton import attention, delta, gates, kvarn, kvarn_attention, prefill, rows
 from soloist.ops.triton.embed import Table, embed
 
@@ -226,7 +226,7 @@ class CardModel(Qwen35):
             delta=half(t, c.hidden_size),
             gate_up=half(t, 2 * c.intermediate_size),
             inner=half(t, c.intermediate_size),
-            squares=full(-(-c.hidden_size // TILE_N), t),
+            squares=full(t, parts_of(c.hidden_size)),
             qkv=half(t, 2 * (c.num_heads + c.num_kv_heads) * c.head_dim),
             q=half(t, c.num_heads, c.head_dim),
             mixed=half(t * max(c.num_heads * c.head_dim, hv * dv)),

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from soloist.ops.card_products import CardLinear, W4Linear
-from soloist.ops.linear_cuda import MAX_PARTS, TILE_N, Residual, Squares
+from soloist.ops.linear_cuda import MAX_PARTS, PART_N, Residual, Squares
 from soloist.ops.triton import rows
 
 
@@ -22,7 +22,7 @@ def why_not_folded(product: object, followers: Sequence[object]) -> str | None:
     """Why the norm between `product` and the products that read it must be a kernel, or None."""
     if not isinstance(product, W4Linear) or not product.adds_residual:
         return f"{getattr(product, 'name', product)} in front does not add to the residual"
-    if product.out_features > MAX_PARTS * TILE_N:
+    if product.out_features > MAX_PARTS * PART_N:
         return f"rows of {product.out_features} are too wide"
     if not followers:
         return "its rows are an output"
@@ -36,7 +36,7 @@ def why_not_folded(product: object, followers: Sequence[object]) -> str | None:
 class Stream:
     """x [T, H]: the residual. h [T, H]: its normed rows, up to the root that `squares` gives where that is not None.
 
-    delta [T, H] and sums [tiles, >= T] fp32 are scratch.
+    delta [T, H] and sums [>= T, H / 64] fp32 are scratch.
     """
 
     x: torch.Tensor

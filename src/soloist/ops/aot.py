@@ -191,7 +191,7 @@ def step_calls(
 ) -> dict[str, Callable[[], object]]:
     """The Triton launches of a verify step at one shape, on empty CPU tensors of 16-bit activations."""
     from soloist.ops import top
-    from soloist.ops.linear_cuda import Squares
+    from soloist.ops.linear_cuda import Squares, parts_of
     from soloist.ops.stored_rows import StoredRows
     from soloist.ops.triton import attention, delta, delta_prefill, gates, prefill, rows
     from soloist.ops.triton.conv import causal_conv
@@ -232,7 +232,7 @@ def step_calls(
             full(hv), record,
         ),
         "prepare_gates": lambda: gates.prepare_gates(
-            half(t, hidden), Squares(full(-(-hidden // 256), t), hidden, 1e-6), DenseProduct(half(2 * hv, hidden)), u,
+            half(t, hidden), Squares(full(t, parts_of(hidden)), hidden, 1e-6), DenseProduct(half(2 * hv, hidden)), u,
             half(2, taps - 1, channels), index(t, taps), index(t), index(r), full(taps, channels), full(hv), full(hv),
             record,
         ),

@@ -19,7 +19,7 @@ TILE_N, UNIT_K = 256, 64
 ROW_TILES = (8, 16, 32)
 K_GROUPS = 2
 MAX_STAGES = 6
-MAX_PARTS = 32  # sums of squares a row may come with: 256 columns each
+PART_N, MAX_PARTS = 64, 128  # columns of one sum of squares, and how many of them a row may come with
 SIGNATURE = "pppppp" + "iiiiii" + "pii" + "piff" + "ipppi"  # of w4a16.cu
 
 
@@ -138,7 +138,7 @@ class Ring:
 
 def plan_ring(row_tile: int, zeros: bool, shared_limit: int) -> Ring | None:
     """Two units of 64 a stage where three stages fit, else one where two fit, else None: the row tile cannot run."""
-    exchange = row_tile * (TILE_N + 1 + MAX_PARTS) * 4  # with a root and its parts per row
+    exchange = row_tile * (TILE_N + 1 + TILE_N // 8) * 4  # and per row a root, and sums of squares
     for units, least in ((2, 3), (1, 2)):
         unit = TILE_N * UNIT_K // 2 + 2 * TILE_N + (TILE_N if zeros else 0)
         stage = units * unit + row_tile * (units * 2 * UNIT_K + 16)
@@ -148,11 +148,16 @@ def plan_ring(row_tile: int, zeros: bool, shared_limit: int) -> Ring | None:
     return None
 
 
+def parts_of(width: int) -> int:
+    """How many sums of squares stand for a row of `width` columns: one per 64, for whole tiles."""
+    return -(-width // TILE_N) * (TILE_N // PART_N)
+
+
 @dataclass(frozen=True)
 class Squares:
     """What is missing from rows that were multiplied by an RMS norm's factor only: sums of their squares.
 
-    values fp32 [tiles, >= rows], one sum per 256 columns; a row's root is rsqrt(sum over tiles / width + eps).
+    values fp32 [>= rows, `parts_of(width)`], one sum per 64 columns; a row's root is rsqrt(sum / width + eps).
     """
 
     values: torch.Tensor
@@ -179,7 +184,7 @@ class Workspace:
         self.arch = properties.major * 10 + properties.minor
         self.shared_limit = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]  # not in torch's stubs
         self.row_tiles = tuple(m for m in ROW_TILES if plan_ring(m, True, self.shared_limit) is not None)
-        size = self.ctas * max(self.row_tiles) * TILE_N
+        size = self.ctas * 2 * max(self.row_tiles) * TILE_N  # of a run's first tile and of its last
         self.partials = torch.full((size,), -1, dtype=torch.int32, device=device)
         self.arrivals = torch.zeros(max_tiles, dtype=torch.int32, device=device)
 
@@ -253,8 +258,10 @@ class W4Product:
             out = torch.empty(rows, n // 2 if gated else n, dtype=torch.bfloat16, device=x.device)
         if residual is not None and (residual.x.stride() != out.stride() or not residual.squares.is_contiguous()):
             raise ValueError("w4a16: residual and output must be laid out alike, squares without gaps")
-        if squares is not None and squares.values.shape[0] > MAX_PARTS:
-            raise ValueError(f"w4a16: {squares.values.shape[0]} sums of squares a row, at most {MAX_PARTS}")
+        if squares is not None and (squares.values.shape[1] > MAX_PARTS or squares.values.stride(0) % 4):
+            raise ValueError(f"w4a16: sums of squares {tuple(squares.values.shape)}: at most {MAX_PARTS}, in fours")
+        if residual is not None and residual.squares.shape[1] < parts_of(n):
+            raise ValueError(f"w4a16: {residual.squares.shape[1]} sums of squares a row do not hold {n} columns")
         if residual is not None and squares is not None and residual.squares.stride(0) != squares.values.stride(0):
             raise ValueError("w4a16: squares read and squares written must have one row stride")
         epilogue = 3 if residual is not None else int(w.paired) + gated
@@ -281,14 +288,14 @@ class W4Product:
                     out.data_ptr() + 2 * first * out.stride(0),
                     n,
                     out.stride(0),
-                    0 if squares is None else squares.values.data_ptr() + 4 * first,
-                    0 if squares is None else squares.values.shape[0],
+                    0 if squares is None else squares.values.data_ptr() + 4 * first * squares.values.stride(0),
+                    0 if squares is None else squares.values.shape[1],
                     1.0 if squares is None else float(squares.width),
                     0.0 if squares is None else squares.eps,
                     epilogue,
                     0 if residual is None else residual.x.data_ptr() + 2 * first * out.stride(0),
                     0 if residual is None else residual.factor.data_ptr(),
-                    0 if residual is None else residual.squares.data_ptr() + 4 * first,
+                    0 if residual is None else residual.squares.data_ptr() + 4 * first * residual.squares.stride(0),
                     0 if sums is None else sums.stride(0),
                 ),
                 stream,

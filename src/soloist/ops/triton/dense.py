@@ -24,8 +24,8 @@ K_BLOCK = 128
 def roots(squares, m, rows, parts, stride, width, eps, PARTS: tl.constexpr):
     """rsqrt(mean of squares + eps) of rows m, whose sums of squares come in `parts` <= PARTS parts."""
     part = tl.arange(0, PARTS)
-    known = (part < parts)[:, None] & (m < rows)[None, :]
-    total = tl.sum(tl.load(squares + part[:, None] * stride + m[None, :], mask=known, other=0.0), 0)
+    known = (m < rows)[:, None] & (part < parts)[None, :]
+    total = tl.sum(tl.load(squares + m.to(tl.int64)[:, None] * stride + part[None, :], mask=known, other=0.0), 1)
     return 1.0 / tl.sqrt(total / width + eps)
 
 
@@ -122,7 +122,7 @@ class DenseProduct:
         for first in range(0, x.shape[0], self.max_rows):
             part = x[first : first + self.max_rows]
             into = y[first : first + self.max_rows]
-            known = None if squares is None else squares.values[:, first:]
+            known = None if squares is None else squares.values[first:]
             _dense[(self.tiles, self.splits, triton.cdiv(part.shape[0], ROWS))](
                 part, self.weight, into, self.parts, self.arrivals, self.parts if known is None else known,
                 part.shape[0], n, self.weight.shape[1], part.stride(0), into.stride(0), self.k_split,
@@ -132,7 +132,7 @@ class DenseProduct:
 
     def shape(self, squares: Squares | None) -> dict[str, int]:
         """The compile-time shape of `tile_product`."""
-        parts = 0 if squares is None else triton.next_power_of_2(squares.values.shape[0])
+        parts = 0 if squares is None else triton.next_power_of_2(squares.values.shape[1])
         return {"SPLITS": self.splits, "BM": ROWS, "BN": COLUMNS, "BK": self.block, "PARTS": parts}
 
 
@@ -140,4 +140,4 @@ def root_arguments(squares: Squares | None) -> tuple[int, int, float, float]:
     """(parts, stride, width, eps) of `roots`."""
     if squares is None:
         return 0, 0, 1.0, 0.0
-    return squares.values.shape[0], squares.values.stride(0), float(squares.width), squares.eps
+    return squares.values.shape[1], squares.values.stride(0), float(squares.width), squares.eps
