@@ -108,6 +108,5 @@ def test_how_splits_are_dealt_is_no_part_of_the_bits(device: torch.device, monke
     text, found = Text(device), []
     for count in (1, 2, 4, 5, 132):
         monkeypatch.setattr(pdl, "multiprocessors", lambda x, count=count: count)
-        (out,) = text.run((600, 16))
-        found.append(out)
+        found.append(torch.cat(text.run((600, 16), (40, 1), (300, 5))))
     assert all(torch.equal(found[0], other) for other in found)

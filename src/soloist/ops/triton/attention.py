@@ -60,64 +60,67 @@ def _columns(at, x, mine, M: tl.constexpr, D: tl.constexpr):
 
 
 @triton.jit
-def _leave(
-    acc, top, total, acc_out, top_out, total_out, parts, split, row, head, mine,
-    HEADS: tl.constexpr, M: tl.constexpr, D: tl.constexpr,
-):  # fmt: skip
-    """Store the sums of one split."""
-    part = (tl.load(parts + row, mask=mine, other=0) + split).to(tl.int64) * HEADS + head
-    _columns(acc_out + part * D, acc, mine, M, D)
+def _leave(acc, top, total, acc_out, top_out, total_out, part, mine, M: tl.constexpr, D: tl.constexpr):
+    """Store the sums of one split as entries `part` [M]."""
+    _columns(acc_out + part.to(tl.int64) * D, acc, mine, M, D)
     tl.store(top_out + part, top, mask=mine)
     tl.store(total_out + part, total, mask=mine)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["requests", "walkers"])
 def _past(
     q, keys, k_scales, k_factor, values, v_scales, v_factor, page_table, starts, counts, settled, parts,
-    acc_out, top_out, total_out, scale, pages_stride,
+    acc_out, top_out, total_out, scale, pages_stride, requests, walkers,
     HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, M: tl.constexpr, SPLIT: tl.constexpr, PAGE: tl.constexpr,
-    BLOCK: tl.constexpr, DEALT: tl.constexpr, K_KIND: tl.constexpr, V_KIND: tl.constexpr, MASKED: tl.constexpr,
+    BLOCK: tl.constexpr, REQUESTS: tl.constexpr, K_KIND: tl.constexpr, V_KIND: tl.constexpr, MASKED: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     pdl.begin(PDL)
-    # Tiles first: programs that read the same keys run at the same time.
-    first = tl.program_id(0) * M
-    walker, walkers = tl.program_id(1), tl.num_programs(1)
-    kv = tl.program_id(2) % KV
-    request = tl.program_id(2) // KV
+    program = tl.program_id(0)
+    kv = tl.program_id(1)
     GROUP: tl.constexpr = HEADS // KV
     BLOCKS: tl.constexpr = SPLIT // BLOCK
-    rows = tl.load(counts + request) * GROUP
-    blocks = tl.load(settled + request) // BLOCK
-    splits = (blocks + BLOCKS - 1) // BLOCKS
-    begin, end = walker, tl.minimum(walker + 1, splits)
-    if DEALT:
-        begin = splits * walker // walkers
-        end = splits * (walker + 1) // walkers
-    if (first < rows) & (begin < end):
+    # Every tile of a request has `share` programs: its part of `walkers`, and one at least.
+    every = tl.arange(0, REQUESTS)
+    tiles = (tl.load(counts + every, mask=every < requests, other=0) * GROUP + M - 1) // M
+    splits = (tl.load(settled + every, mask=every < requests, other=0) // BLOCK + BLOCKS - 1) // BLOCKS
+    work = tl.maximum(tl.sum(tiles * splits, 0), 1)
+    share = tl.minimum(tl.maximum(walkers * splits // work, 1), splits)
+    until = tl.cumsum(tiles * share, 0)
+    if program < tl.max(until, 0):
+        request = tl.sum((until <= program).to(tl.int32), 0)
+        place = program - tl.max(tl.where(every < request, until, 0), 0)
         start = tl.load(starts + request)
+        rows = tl.load(counts + request) * GROUP
+        blocks = tl.load(settled + request) // BLOCK
+        this = every == request
+        each = tl.sum(tl.where(this, tiles, 0), 0)
+        whole, parted = tl.sum(tl.where(this, splits, 0), 0), tl.sum(tl.where(this, share, 0), 0)
+        # Tiles first: programs that read the same keys run at the same time.
+        begin = whole * (place // each) // parted
+        end = whole * (place // each + 1) // parted
         lane = tl.arange(0, BLOCK)
         cols = tl.arange(0, D)
-        at = first + tl.arange(0, M)
-        row = (start + at // GROUP).to(tl.int64)
-        head = kv * GROUP + at % GROUP
-        mine = at < rows
+        member = place % each * M + tl.arange(0, M)
+        row = (start + member // GROUP).to(tl.int64)
+        head = kv * GROUP + member % GROUP
+        mine = member < rows
         qt = tl.load(q + (row * HEADS + head)[:, None] * D + cols[None, :], mask=mine[:, None], other=0.0)
+        part = (tl.load(parts + row, mask=mine, other=0) + begin) * HEADS + head  # entries, far fewer than 2^31
         pages = page_table + request * pages_stride
-        stop = tl.minimum(end * BLOCKS, blocks)
+        last = tl.minimum(end * BLOCKS, blocks) - 1
         page = tl.load(pages + begin * (SPLIT // PAGE))
         top = tl.full((M,), float("-inf"), tl.float32)
         total = tl.zeros((M,), tl.float32)
         acc = tl.zeros((M, D), tl.float32)
         # One loop over all splits, so that keys stay on their way across their ends.
-        for b in range(begin * BLOCKS, stop):
-            if DEALT:  # noqa: SIM102  # decided by the compiler
-                if (b % BLOCKS == 0) & (b > begin * BLOCKS):
-                    split = b // BLOCKS - 1
-                    _leave(acc, top, total, acc_out, top_out, total_out, parts, split, row, head, mine, HEADS, M, D)
-                    # What was summed up to here is thereby multiplied with exp(-inf), zero.
-                    top = tl.full((M,), float("-inf"), tl.float32)
-            following = tl.load(pages + tl.minimum(b + 1, stop - 1) // (PAGE // BLOCK))
+        for b in range(begin * BLOCKS, last + 1):
+            if (b % BLOCKS == 0) & (b > begin * BLOCKS):
+                _leave(acc, top, total, acc_out, top_out, total_out, part, mine, M, D)
+                part += HEADS
+                # What was summed up to here is thereby multiplied with exp(-inf), zero.
+                top = tl.full((M,), float("-inf"), tl.float32)
+            following = tl.load(pages + tl.minimum(b + 1, last) // (PAGE // BLOCK))
             at_kv = (page.to(tl.int64) * PAGE + b % (PAGE // BLOCK) * BLOCK + lane) * KV + kv
             k = stored.load(keys, k_scales, k_factor, at_kv, cols, D, qt.dtype, K_KIND)
             v = stored.load(values, v_scales, v_factor, at_kv, cols, D, qt.dtype, V_KIND)
@@ -127,7 +130,7 @@ def _past(
             else:
                 top, total, acc = _block(qt, k, v, True, top, total, acc, scale)
             page = following
-        _leave(acc, top, total, acc_out, top_out, total_out, parts, end - 1, row, head, mine, HEADS, M, D)
+        _leave(acc, top, total, acc_out, top_out, total_out, part, mine, M, D)
 
 
 @triton.jit
@@ -241,8 +244,8 @@ class Partials:
 @dataclass(frozen=True)
 class Form:
     """How a card walks a split: `block` keys at a time, `stages` blocks on their way or worked on, in tiles of `rows`
-    rows over `warps` warps (`own` rows for the heads of a single one, over 4). `walkers` programs have a split each, or
-    the splits are `dealt` among them."""
+    rows over `warps` warps (`own` rows for the heads of a single one, over 4). All splits are dealt among about
+    `walkers` programs for each head of keys."""
 
     block: int
     rows: int
@@ -250,20 +253,20 @@ class Form:
     own: int
     stages: int
     walkers: int
-    dealt: bool
 
 
-def _form(q: torch.Tensor, kv: int, splits: int) -> Form:
+def _form(q: torch.Tensor, kv: int) -> Form:
     """A row's part in a product has one shape however many rows there are: on sm_90 a group of four warps has 64 rows,
     and a tile one or two such groups; elsewhere four warps share the columns of a tile's 16-row products."""
     rows, heads, _ = q.shape
     group = heads // kv
     if pdl.warp_groups(q) and q.element_size() == 2:
         tile, warps = (64, 4) if rows * group <= 64 else (128, 8)
-        # A multiprocessor holds one program, which keeps its memory busy over all its splits.
-        return Form(PAGE // 2, tile, warps, 64, 4, min(splits, triton.cdiv(pdl.multiprocessors(q), kv)), True)
+        # One program fills a multiprocessor.
+        return Form(PAGE // 2, tile, warps, 64, 4, triton.cdiv(pdl.multiprocessors(q), kv))
     stages = 2 if pdl.shared_memory(q) >= 163840 else 1
-    return Form(PAGE, ROW_TILE, 4, max(16, triton.next_power_of_2(group)), stages, splits, False)
+    own = max(16, triton.next_power_of_2(group))
+    return Form(PAGE, ROW_TILE, 4, own, stages, triton.cdiv(2 * pdl.multiprocessors(q), kv))
 
 
 def verify_attention(
@@ -295,13 +298,14 @@ def verify_attention(
     pages = table["page_table"]
     requests, pages_stride = pages.shape
     on = pdl.dependent(q)
-    form = _form(q, kv, triton.cdiv(pages_stride * PAGE, SPLIT))
+    form = _form(q, kv)
     past = (*stored.arguments(keys), *stored.arguments(values))
-    _past[(triton.cdiv(rows * group, form.rows), form.walkers, kv * requests)](
+    programs = form.walkers + requests + triton.cdiv(rows * group, form.rows)
+    _past[(programs, kv)](
         q, *past, pages, table["starts"], table["counts"], table["settled"], table["parts"],
-        partials.acc, partials.top, partials.total, scale, pages_stride,
-        heads, kv, dim, form.rows, SPLIT, PAGE, form.block, form.dealt, *kinds, MASKED=not _exact(scale), PDL=on,
-        num_warps=form.warps, num_stages=form.stages, **pdl.launch(on),
+        partials.acc, partials.top, partials.total, scale, pages_stride, requests, form.walkers,
+        heads, kv, dim, form.rows, SPLIT, PAGE, form.block, triton.next_power_of_2(requests), *kinds,
+        MASKED=not _exact(scale), PDL=on, num_warps=form.warps, num_stages=form.stages, **pdl.launch(on),
     )  # fmt: skip
     _recent[(rows, kv, 2)](
         q, *stored.arguments(k_rows)[:2], *stored.arguments(v_rows)[:2], *past, pages, table["request"],
