@@ -93,7 +93,7 @@ def test_a_rehearsal_of_a_prepared_directory_asks_for_the_cuda_kernels(tmp_path:
     jobs = json.loads(done.stdout.splitlines()[-1])
     assert {arch for _, arch, _ in jobs} == {90}
     assert {m["MT"] for name, _, m in jobs if name == "w4a16"} == {8, 16, 32}
-    assert len([1 for name, *_ in jobs if name == "w4a16_prefill"]) == 1
+    assert len([1 for name, *_ in jobs if name == "w4a16_prefill_wgmma"]) == 1
     # fp32 states: the default.
     assert {(m["FOLD"], m["STATE"], m["PDL"]) for name, _, m in jobs if name == "delta"} == {(0, 0, 1), (1, 0, 0)}
 

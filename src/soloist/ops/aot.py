@@ -172,10 +172,10 @@ def cuda_kernels(arch: int) -> list[Compiled]:
             _, log = nvrtc.compile_cubin(nvrtc.source("w4a16"), arch, macros, verbose=True)
             label = f"w4a16 ({row_tile} rows{', zeros' if zeros else ''})"
             out.append(_from_log(label, arch, log, ring.shared, linear_cuda.threads(row_tile) // 32))
-        shared, stages = linear_cuda.prefill_shared(bool(zeros), SHARED_LIMIT[arch])
+        source, shared, stages = linear_cuda.plan_prefill(bool(zeros), SHARED_LIMIT[arch], arch)
         macros = {"STAGES": stages, "HAS_ZEROS": zeros, "SCALE_BF16": 0}
-        _, log = nvrtc.compile_cubin(nvrtc.source("w4a16_prefill"), arch, macros, verbose=True)
-        out.append(_from_log(f"w4a16_prefill{' (zeros)' if zeros else ''}", arch, log, shared, 8))
+        _, log = nvrtc.compile_cubin(nvrtc.source(source), arch, macros, verbose=True)
+        out.append(_from_log(f"{source}{' (zeros)' if zeros else ''}", arch, log, shared, 8))
     return out
 
 

@@ -303,12 +303,14 @@ class W4Product:
         return out
 
 
-def prefill_shared(zeros: bool, shared_limit: int) -> tuple[int, int]:
-    """(dynamic shared memory, stages) of the prefill kernel: at most four stages of a 128 x 256 tile's unit."""
-    rows = W4Prefill.TILE * (2 * UNIT_K + 16)
-    stage = TILE_N * UNIT_K // 2 + rows + 2 * TILE_N + (TILE_N if zeros else 0)
-    stages = min(4, (shared_limit - 1024) // stage)
-    return max(stages * stage, W4Prefill.TILE * (TILE_N + 8) * 2), stages
+def plan_prefill(zeros: bool, shared_limit: int, arch: int) -> tuple[str, int, int]:
+    """(source, dynamic shared memory, stages) of the prefill kernel: the bits depend on the source alone."""
+    stage = TILE_N * UNIT_K // 2 + W4Prefill.TILE * 2 * UNIT_K + 2 * TILE_N + (TILE_N if zeros else 0) + 16
+    if arch == 90:
+        stages = min(6, (shared_limit - 1024) // stage)  # the rows' ring is aligned to 1,024
+        return "w4a16_prefill_wgmma", 1024 + stages * stage, stages
+    stages = min(4, shared_limit // stage)
+    return "w4a16_prefill", max(stages * stage, W4Prefill.TILE * (TILE_N + 8) * 2), stages
 
 
 class W4Prefill:
@@ -321,14 +323,14 @@ class W4Prefill:
 
     def _kernel(self) -> nvrtc.Kernel:
         zeros = self.weight.zeros is not None
-        shared, stages = prefill_shared(zeros, self.workspace.shared_limit)
+        source, shared, stages = plan_prefill(zeros, self.workspace.shared_limit, self.workspace.arch)
         macros = {
             "STAGES": stages,
             "HAS_ZEROS": int(zeros),
             "SCALE_BF16": int(self.weight.scales.dtype == torch.bfloat16),
         }
         return nvrtc.load(
-            "w4a16_prefill", "w4a16_prefill", self.workspace.arch, tuple(macros.items()), 256, shared,
+            source, "w4a16_prefill", self.workspace.arch, tuple(macros.items()), 256, shared,
             "ppppp" + "iiiiiiii", False, self._cache,
         )  # fmt: skip
 

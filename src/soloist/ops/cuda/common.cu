@@ -24,6 +24,16 @@ __device__ __forceinline__ uint4 load_shared(u32 a) {
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(a));
     return v;
 }
+__device__ __forceinline__ u32 load_word(u32 a) {
+    u32 v;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(a));
+    return v;
+}
+__device__ __forceinline__ u32 load_half(u32 a) {
+    u16 v;
+    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(a));
+    return v;
+}
 // Two 8 x 8 bf16 matrix pairs: the B fragments of two m16n8k16 steps. Lane l gives the address of row l % 8 of matrix l / 8.
 __device__ __forceinline__ uint4 load_fragments(u32 a) {
     uint4 v;

@@ -48,7 +48,8 @@ def compile_cubin(code: str, arch: int, macros: Mapping[str, int], verbose: bool
     `verbose` adds ptxas' report of registers, shared memory and spills to the log. Needs no GPU.
     """
     nvrtc = _nvrtc()
-    options = [f"--gpu-architecture=sm_{arch}", "--std=c++17", *(f"-D{k}={v}" for k, v in sorted(macros.items()))]
+    target = "90a" if arch == 90 else arch  # wgmma is in sm_90a only, and no other card is 9.0
+    options = [f"--gpu-architecture=sm_{target}", "--std=c++17", *(f"-D{k}={v}" for k, v in sorted(macros.items()))]
     if verbose:
         options.append("--ptxas-options=-v")
     try:

@@ -4,19 +4,32 @@
 // applied in fp32 after each unit. Rows past M are zero in shared memory and never written. Warps: 4 along N
 // (64 columns each) x 2 along M (64 rows each). Weight layout as in w4a16.cu.
 //
+// No two warps meet inside the loop: a stage of the ring is full when every thread's copies into it have landed and
+// empty when every warp has read it, so that one warp's fragment loads and scales run beside another's products. A warp
+// works ahead of itself too. Its products come in blocks of 16 columns; a block's sums are scaled one octet of rows at
+// a time, each right before the next block begins its sums in the same registers, and the rows' fragments of the next
+// unit replace those of this one behind the last products that read them.
+//
 // Compile-time: STAGES, HAS_ZEROS, SCALE_BF16.
 
 #define UNIT_K 64
 #define THREADS 256
 #define TILE_M 128
 #define TILE_N 256
-#define X_STRIDE 144
+#define BAND 16                         // row tiles that run side by side, so that their rows stay in the L2 cache
 #define W_BYTES (TILE_N * UNIT_K / 2)
-#define X_BYTES (TILE_M * X_STRIDE)
+#define X_BYTES (TILE_M * UNIT_K * 2)   // rows of 128 bytes; 16-byte chunk c of row r lies at c ^ (r % 8): no conflicts
 #define S_BYTES (TILE_N * 2)
 #define Z_BYTES (HAS_ZEROS ? TILE_N : 0)
-#define STAGE_BYTES (W_BYTES + X_BYTES + S_BYTES + Z_BYTES)
+#define S_AT (W_BYTES + X_BYTES)
+#define Z_AT (S_AT + S_BYTES)
+#define STAGE_BYTES (Z_AT + Z_BYTES)
 #define OUT_STRIDE 264                  // bf16 per row of the output tile in shared memory
+
+struct Block {                          // what a block of 16 columns needs of a stage besides the rows
+    uint4 codes;
+    u32 scales, zeros;
+};
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 w4a16_prefill(const u8* __restrict__ w, const u8* __restrict__ scales, const u8* __restrict__ zeros,
@@ -25,97 +38,90 @@ w4a16_prefill(const u8* __restrict__ w, const u8* __restrict__ scales, const u8*
     extern __shared__ __align__(128) u8 smem[];
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, g = lane / 4, t = lane % 4;
     const int warp_n = warp % 4, warp_m = warp / 4;
-    const int m_tile = blockIdx.x % m_tiles, n_tile = blockIdx.x / m_tiles;
-    const int groups = (per_tile + group_units - 1) / group_units;
-    const u32 ring = smem_address(smem);
+    const int n_tiles = gridDim.x / m_tiles, band = blockIdx.x / (BAND * n_tiles);
+    const int in_band = blockIdx.x - band * BAND * n_tiles, wide = min(BAND, m_tiles - band * BAND);
+    const int m_tile = band * BAND + in_band % wide, n_tile = in_band / wide;
+    const int group_shift = 31 - __clz(group_units), groups = (per_tile + group_units - 1) >> group_shift;
+    const u32 ring = smem_address(smem), full = ring + STAGES * STAGE_BYTES, empty = full + STAGES * 8;
 
-    // A thread always copies the same 16 bytes of a weight unit and the same chunk of four rows.
-    const u8* w_at = w + (u64)n_tile * per_tile * W_BYTES + thread * 16;
-    const u8* x_from[4];
-    int x_bytes[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        const int row = m_tile * TILE_M + thread / 8 + i * 32;
-        x_bytes[i] = row < rows ? 16 : 0;
-        x_from[i] = x + ((u64)(row < rows ? row : 0) * x_stride + thread % 8 * 8) * 2;
+    if (thread < STAGES) {
+        barrier_init(full + thread * 8, THREADS);
+        barrier_init(empty + thread * 8, THREADS / 32);
     }
-    const u32 x_to = W_BYTES + thread / 8 * X_STRIDE + thread % 8 * 16;
-    int group_left = group_units;
-    const u8* s_at = scales + (u64)n_tile * groups * S_BYTES + thread % 32 * 16;
-#if HAS_ZEROS
-    const u8* z_at = zeros + (u64)n_tile * groups * TILE_N + thread % 16 * 16;
-#endif
-    auto fetch = [&](int slot) {        // the next unit, in order
+    __syncthreads();
+
+    auto fetch = [&](int unit, int slot) {
         const u32 stage = ring + slot * STAGE_BYTES;
-        copy16(stage + thread * 16, w_at, 16);
-        copy16(stage + W_BYTES / 2 + thread * 16, w_at + W_BYTES / 2, 16);
-        w_at += W_BYTES;
+        const u8* weight = w + ((u64)n_tile * per_tile + unit) * W_BYTES + thread * 16;
+        copy16(stage + thread * 16, weight, 16);
+        copy16(stage + W_BYTES / 2 + thread * 16, weight + W_BYTES / 2, 16);
+        const u32 target = stage + W_BYTES + thread / 8 * 128 + (thread % 8 ^ thread / 8 % 8) * 16;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            copy16(stage + x_to + i * 32 * X_STRIDE, x_from[i], x_bytes[i]);
-            x_from[i] += 2 * UNIT_K;
+            const int row = m_tile * TILE_M + thread / 8 + i * 32;
+            const u8* from = x + ((u64)min(row, rows - 1) * x_stride + unit * UNIT_K + thread % 8 * 8) * 2;
+            copy16(target + i * 32 * 128, from, row < rows ? 16 : 0);
         }
-        if (thread < 32) copy16(stage + W_BYTES + X_BYTES + thread * 16, s_at, 16);
+        const u64 group = (u64)n_tile * groups + (unit >> group_shift);
+        if (thread < 32) copy16(stage + S_AT + thread * 16, scales + group * S_BYTES + thread * 16, 16);
 #if HAS_ZEROS
-        if (thread >= 32 && thread < 48) copy16(stage + W_BYTES + X_BYTES + S_BYTES + (thread - 32) * 16, z_at, 16);
+        if (thread >= 32 && thread < 48)
+            copy16(stage + Z_AT + (thread - 32) * 16, zeros + group * TILE_N + (thread - 32) * 16, 16);
 #endif
-        if (--group_left == 0) {
-            group_left = group_units;
-            s_at += S_BYTES;
+        barrier_arrive_on_copies(full + slot * 8);
+    };
+    const u32 codes_at = (warp_n * 128 + lane) * 16, row_at = W_BYTES + (warp_m * 64 + lane % 8) * 128;
+    const u32 x_at = row_at + (lane / 8 ^ lane % 8) * 16;  // chunk c + 4 lies 64 bytes to either side
+    const u32 scales_at = S_AT + (warp_n * 32 + g * 2) * 4, zeros_at = Z_AT + (warp_n * 32 + g * 2) * 2;
+    auto block_of = [&](u32 stage, int m) {
+        Block block;
+        block.codes = load_shared(stage + codes_at + m * 512);
+        block.scales = load_word(stage + scales_at + (m / 2 * 16 + m % 2) * 4);
 #if HAS_ZEROS
-            z_at += TILE_N;
+        block.zeros = load_half(stage + zeros_at + (m / 2 * 16 + m % 2) * 2);
 #endif
-        }
+        return block;
     };
 
-    float total[4][8][4];
+    float total[4][8][4], part[8][4], s0 = 0.f, s1 = 0.f;
 #pragma unroll
-    for (int m = 0; m < 4; ++m)
+    for (int n = 0; n < 8; ++n)
 #pragma unroll
-        for (int n = 0; n < 8; ++n)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) total[m][n][i] = 0.f;
+        for (int i = 0; i < 4; ++i) part[n][i] = total[0][n][i] = total[1][n][i] = total[2][n][i] = total[3][n][i] = 0.f;
+    auto finish = [&](int m, int n) {   // the block before this one, one octet of rows
+        total[m][n][0] = fmaf(part[n][0], s0, total[m][n][0]);
+        total[m][n][1] = fmaf(part[n][1], s0, total[m][n][1]);
+        total[m][n][2] = fmaf(part[n][2], s1, total[m][n][2]);
+        total[m][n][3] = fmaf(part[n][3], s1, total[m][n][3]);
+    };
 
+    for (int s = 0; s < STAGES - 1; ++s)
+        if (s < per_tile) fetch(s, s);
+    uint4 b[2][8];                      // [32 columns of K][octet of rows]
+    barrier_wait(full, 0);
 #pragma unroll
-    for (int s = 0; s < STAGES - 1; ++s) {
-        if (s < per_tile) fetch(s);
-        commit();
-    }
-    int slot = 0;
+    for (int h = 0; h < 2; ++h)
+#pragma unroll
+        for (int n = 0; n < 8; ++n) b[h][n] = load_fragments(ring + (x_at ^ h * 64) + n * 1024);
+    Block block = block_of(ring, 0);
+
+    int slot = 0, turn = 0;             // of unit k; turn: how often the ring has gone round, mod 2
     for (int k = 0; k < per_tile; ++k) {
-        wait_group<STAGES - 2>();
-        __syncthreads();
-        if (k + STAGES - 1 < per_tile) fetch(slot == 0 ? STAGES - 1 : slot - 1);
-        commit();
         const u32 stage = ring + slot * STAGE_BYTES;
-        slot = slot + 1 == STAGES ? 0 : slot + 1;
-
-        const u32 x_at = stage + W_BYTES + (warp_m * 64 + lane % 8) * X_STRIDE + lane / 8 * 16;
-        uint4 b[8][2];
-#pragma unroll
-        for (int n = 0; n < 8; ++n) {
-            b[n][0] = load_fragments(x_at + n * 8 * X_STRIDE);
-            b[n][1] = load_fragments(x_at + n * 8 * X_STRIDE + 64);
-        }
+        const int before = slot == 0 ? STAGES - 1 : slot - 1, after = slot + 1 == STAGES ? 0 : slot + 1;
+        const int after_turn = after == 0 ? turn ^ 1 : turn;
+        const u32 next_stage = ring + after * STAGE_BYTES;
+        const bool more = k + 1 < per_tile;
 #pragma unroll
         for (int m = 0; m < 4; ++m) {
-            const int tile16 = warp_n * 4 + m;
-            u32 scale_pair;
-            asm volatile("ld.shared.u32 %0, [%1];" : "=r"(scale_pair)
-                         : "r"(stage + W_BYTES + X_BYTES + ((tile16 / 2 * 8 + g) * 2 + tile16 % 2) * 4));
-            const uint4 q = load_shared(stage + (tile16 * 32 + lane) * 16);
+            const uint4 q = block.codes;
+            const u32 scale_pair = block.scales;
 #if HAS_ZEROS
-            u16 zero_pair;
-            asm volatile("ld.shared.u16 %0, [%1];" : "=h"(zero_pair)
-                         : "r"(stage + W_BYTES + X_BYTES + S_BYTES + ((tile16 / 2 * 8 + g) * 2 + tile16 % 2) * 2));
-            const u32 minus0 = 0xc300c300u | (zero_pair & 0xf) * 0x00010001u;
-            const u32 minus1 = 0xc300c300u | (zero_pair >> 8 & 0xf) * 0x00010001u;
+            const u32 minus0 = 0xc300c300u | (block.zeros & 0xf) * 0x00010001u;
+            const u32 minus1 = 0xc300c300u | (block.zeros >> 8 & 0xf) * 0x00010001u;
 #else
             const u32 minus0 = 0xc308c308u, minus1 = 0xc308c308u;
 #endif
-            float part[8][4];
-#pragma unroll
-            for (int n = 0; n < 8; ++n) part[n][0] = part[n][1] = part[n][2] = part[n][3] = 0.f;
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
                 const u32 above = j < 2 ? q.x : q.y, below = j < 2 ? q.z : q.w;
@@ -124,21 +130,36 @@ w4a16_prefill(const u8* __restrict__ w, const u8* __restrict__ scales, const u8*
                                   decode(above >> (shift + 4), minus0), decode(below >> (shift + 4), minus1)};
 #pragma unroll
                 for (int n = 0; n < 8; ++n) {
-                    const uint4 f = b[n][j / 2];
+                    if (j == 0) part[n][0] = part[n][1] = part[n][2] = part[n][3] = 0.f;
+                    const uint4 f = b[j / 2][n];
                     mma(part[n], a, j % 2 ? f.z : f.x, j % 2 ? f.w : f.y);
                 }
-            }
-            const float s0 = scale_value((u16)scale_pair), s1 = scale_value((u16)(scale_pair >> 16));
+                if (m == 0 && j == 0) {
 #pragma unroll
-            for (int n = 0; n < 8; ++n) {
-                total[m][n][0] = fmaf(part[n][0], s0, total[m][n][0]);
-                total[m][n][1] = fmaf(part[n][1], s0, total[m][n][1]);
-                total[m][n][2] = fmaf(part[n][2], s1, total[m][n][2]);
-                total[m][n][3] = fmaf(part[n][3], s1, total[m][n][3]);
+                    for (int n = 0; n < 8; ++n) b[1][n] = load_fragments(stage + (x_at ^ 64) + n * 1024);
+                }
+                if (m < 3 && j == 1) block = block_of(stage, m + 1);
+                if (m == 3 && j == 1) {
+                    if (more) barrier_wait(full + after * 8, after_turn);
+#pragma unroll
+                    for (int n = 0; n < 8; ++n) b[0][n] = load_fragments(next_stage + x_at + n * 1024);
+                }
+            }
+            s0 = scale_value((u16)scale_pair), s1 = scale_value((u16)(scale_pair >> 16));
+#pragma unroll
+            for (int n = 0; n < 8; ++n) finish(m, n);
+            if (m == 1 && k + STAGES - 1 < per_tile) {  // into the stage of the unit before, which all have long left
+                if (k > 0) barrier_wait(empty + before * 8, slot == 0 ? turn ^ 1 : turn);
+                fetch(k + STAGES - 1, before);
+            }
+            if (m == 2) {               // nothing of this stage is read any more
+                __syncwarp();
+                if (lane == 0) barrier_arrive(empty + slot * 8);
             }
         }
+        block = block_of(next_stage, 0);
+        slot = after, turn = after_turn;
     }
-    wait_group<0>();
     __syncthreads();
 
     u16* tile = reinterpret_cast<u16*>(smem);
