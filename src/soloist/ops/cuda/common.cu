@@ -24,6 +24,11 @@ __device__ __forceinline__ uint4 load_shared(u32 a) {
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(a));
     return v;
 }
+__device__ __forceinline__ uint2 load_pair(u32 a) {
+    uint2 v;
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(a));
+    return v;
+}
 __device__ __forceinline__ u32 load_word(u32 a) {
     u32 v;
     asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(a));
@@ -100,6 +105,8 @@ __device__ __forceinline__ void barrier_arrive_on_copies(u32 bar) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(bar) : "memory");
 }
 #if __CUDA_ARCH__ >= 900
+// Barriers just initialised become visible to the bulk copies that count on them.
+__device__ __forceinline__ void barriers_visible() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 __device__ __forceinline__ void barrier_expect(u32 bar, u32 bytes) {
     asm volatile("{ .reg .b64 t; mbarrier.arrive.expect_tx.shared.b64 t, [%0], %1; }" ::"r"(bar), "r"(bytes) : "memory");
 }
@@ -115,4 +122,26 @@ __device__ __forceinline__ void bulk_copy_stream(u32 dst, const void* src, u32 b
         "l"(src), "r"(bytes), "r"(bar), "l"(policy)
         : "memory");
 }
+// What is read once should not push out what is read often.
+__device__ __forceinline__ u64 stream_policy() {
+    u64 policy;
+    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+// Of grids launched with programmatic serialization: the one before has ended; the next may start.
+__device__ __forceinline__ void wait_for_grid() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+__device__ __forceinline__ void release_grid() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 #endif
+
+// Counters in global memory, that CTAs wait at. One more; a counter at `last` returns to zero.
+__device__ __forceinline__ void count_release(u32* counter, u32 last) {
+    asm volatile("red.release.gpu.global.inc.u32 [%0], %1;" ::"l"(counter), "r"(last) : "memory");
+}
+__device__ __forceinline__ void count_relaxed(u32* counter, u32 last) {
+    asm volatile("red.relaxed.gpu.global.inc.u32 [%0], %1;" ::"l"(counter), "r"(last) : "memory");
+}
+__device__ __forceinline__ u32 count_acquire(const u32* counter) {
+    u32 seen;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(counter) : "memory");
+    return seen;
+}

@@ -342,7 +342,7 @@ w4a16(const u8* __restrict__ w, const u8* __restrict__ scales, const u8* __restr
     Inputs in = {w, scales, zeros, x, rows, x_stride, per_tile, group_shift,
                  (per_tile - 1 >> group_shift) + 1, warp, lane, 0};
 #if BULK
-    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(in.policy));
+    in.policy = stream_policy();
 #endif
     Walk ahead;                         // the block that is fetched next
     ahead.segment = begin; ahead.end = end; ahead.per_tile = per_tile; ahead.part = part;
@@ -361,7 +361,7 @@ w4a16(const u8* __restrict__ w, const u8* __restrict__ scales, const u8* __restr
             if (lane == 0) {
                 barrier_init(full + s * 16, 33);
                 barrier_init(empty + s * 16, WARPS);
-                asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+                barriers_visible();
             }
             in.fetch_weight(mine, ring + s * STAGE_BYTES, full + s * 16);
         }
@@ -389,8 +389,8 @@ w4a16(const u8* __restrict__ w, const u8* __restrict__ scales, const u8* __restr
     }
     __syncthreads();
 #if PDL
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+    wait_for_grid();
+    release_grid();
 #endif
     if (begin >= end) return;
 #if BULK
@@ -442,13 +442,9 @@ w4a16(const u8* __restrict__ w, const u8* __restrict__ scales, const u8* __restr
                 if (u == 0 || k + u < k_end) {
 #pragma unroll
                     for (int h = 0; h < PM; ++h) {      // two m-tiles, 32 columns, at a time
-                        u32 s[2];
-                        asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(s[0]), "=r"(s[1])
-                                     : "r"(stage + S_AT + u * (TILE_N * 2) + ((warp * PM + h) * 8 + g) * 8));
+                        const uint2 s = load_pair(stage + S_AT + u * (TILE_N * 2) + ((warp * PM + h) * 8 + g) * 8);
 #if HAS_ZEROS
-                        u32 z;
-                        asm volatile("ld.shared.u32 %0, [%1];" : "=r"(z)
-                                     : "r"(stage + Z_AT + u * TILE_N + ((warp * PM + h) * 8 + g) * 4));
+                        const u32 z = load_word(stage + Z_AT + u * TILE_N + ((warp * PM + h) * 8 + g) * 4);
 #endif
                         u32 a[2][4][4];
 #pragma unroll
@@ -470,8 +466,8 @@ w4a16(const u8* __restrict__ w, const u8* __restrict__ scales, const u8* __restr
                                 a[m][j][3] = decode(below >> (shift + 4), minus1);
                             }
                         }
-                        const float s00 = scale_value((u16)s[0]), s01 = scale_value((u16)(s[0] >> 16));
-                        const float s10 = scale_value((u16)s[1]), s11 = scale_value((u16)(s[1] >> 16));
+                        const float s00 = scale_value((u16)s.x), s01 = scale_value((u16)(s.x >> 16));
+                        const float s10 = scale_value((u16)s.y), s11 = scale_value((u16)(s.y >> 16));
 #pragma unroll
                         for (int block = 0; block < NT; block += NB) {
                             float part[2][NB][4];
@@ -570,7 +566,7 @@ w4a16(const u8* __restrict__ w, const u8* __restrict__ scales, const u8* __restr
         const Shared alone = {tile, cta, cta, true}, none = {-1, 0, 0, false};
         if (whole) finish(out, alone, none, cta, thread, rows, exchange, reinterpret_cast<float4*>(partials), root, squares);
         else if (thread == 0 && !kept)
-            asm volatile("red.release.gpu.global.inc.u32 [%0], %1;" ::"l"(arrivals + tile), "r"(shared[!continued].steps() - 1) : "memory");
+            count_release(arrivals + tile, shared[!continued].steps() - 1);
     }
     Shared a = shared[0], b = shared[1];
     if (a.gathered) a.tile = -1;
@@ -578,12 +574,9 @@ w4a16(const u8* __restrict__ w, const u8* __restrict__ scales, const u8* __restr
     if (a.tile < 0) return;
     if (thread < 2) {
         const Shared with = thread == 0 ? a : b;
-        u32 seen;
         if (with.tile >= 0) {
-            do {
-                asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(arrivals + with.tile) : "memory");
-            } while (seen < with.parts());
-            asm volatile("red.relaxed.gpu.global.inc.u32 [%0], %1;" ::"l"(arrivals + with.tile), "r"(with.steps() - 1) : "memory");
+            while (count_acquire(arrivals + with.tile) < with.parts());
+            count_relaxed(arrivals + with.tile, with.steps() - 1);
         }
     }
     __syncthreads();

@@ -28,8 +28,6 @@ __device__ __forceinline__ void products_fence() { asm volatile("wgmma.fence.syn
 __device__ __forceinline__ void products_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 // What threads have written to shared memory becomes visible to wgmma.
 __device__ __forceinline__ void proxy_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-// So do barriers to the bulk copies that count on them.
-__device__ __forceinline__ void barriers_visible() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 // d [64 columns of weight, 128 rows of x] (+)= a [64, 16] b [16, 128]; runs on until products_wait.
 __device__ __forceinline__ void products(float* d, const u32* a, u64 b, int accumulate) {
     asm volatile(
