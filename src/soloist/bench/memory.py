@@ -184,7 +184,9 @@ def _phases(marks: list[tuple[str, float]]) -> dict[str, float]:
 def _fill(engine: Any, case: Case, context: int, device: torch.device) -> dict[str, Any]:
     """All residents at once: every one must decode while the others do, none parked."""
     begun = time.perf_counter()
-    asked = [_Asked(engine, context, case.tokens if case.residents == 1 else 400, 1 + i) for i in range(case.residents)]
+    # Several must still be answering when the last one's prompt is in.
+    tokens = case.tokens if case.residents == 1 else min(4000, engine.max_len - context - 1)
+    asked = [_Asked(engine, context, tokens, 1 + i) for i in range(case.residents)]
     for one in asked:
         one.take("first")
     prompts = time.perf_counter() - begun
