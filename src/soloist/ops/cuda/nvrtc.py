@@ -60,16 +60,18 @@ def compile_cubin(code: str, arch: int, macros: Mapping[str, int], verbose: bool
         raise KernelUnavailable(f"NVRTC: {error}")
     try:
         (error,) = nvrtc.nvrtcCompileProgram(program, len(options), [o.encode() for o in options])
+        # NVRTC writes into what it is given. Bytes must not be given to it, although they are taken: an empty log has
+        # size 1, and `b" " * 1` is the interpreter's only b" ", which would be NUL for the whole process from then on.
         _, size = nvrtc.nvrtcGetProgramLogSize(program)
-        log = b" " * size
+        log = bytearray(size)
         nvrtc.nvrtcGetProgramLog(program, log)
         text = log.rstrip(b"\0 ").decode(errors="replace")
         if error != nvrtc.nvrtcResult.NVRTC_SUCCESS:
             raise KernelUnavailable(f"NVRTC refused the kernel for sm_{arch}: {text}")
         _, size = nvrtc.nvrtcGetCUBINSize(program)
-        cubin = b" " * size
+        cubin = bytearray(size)
         nvrtc.nvrtcGetCUBIN(program, cubin)
-        return cubin, text
+        return bytes(cubin), text
     finally:
         nvrtc.nvrtcDestroyProgram(program)
 
