@@ -65,6 +65,20 @@ def test_rows_are_stacked_as_stored(checkpoint: Checkpoint, monkeypatch: pytest.
     assert copied == [f"layers.0.linear_attn.in_proj_{n}" for n in "ba"]
 
 
+def test_an_embedding_goes_to_a_card_from_the_files_pages(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moved: list[tuple[QuantizedWeight, torch.device]] = []
+    monkeypatch.setattr(QuantizedWeight, "to", lambda weight, device: moved.append((weight, device)) or weight)
+    stored = checkpoint.modules["embed_tokens"].tensors["weight_packed"].view()
+    card = torch.device("cuda")
+    on_card = CardLoader(checkpoint, card, torch.bfloat16).table("embed_tokens")
+    assert moved[0][1] == card and on_card.codes.data_ptr() == stored.data_ptr()
+    # A host keeps what it is given: that must not lie in a file.
+    kept = CardLoader(checkpoint, HOST, torch.bfloat16).table("embed_tokens")
+    assert kept.codes.equal(stored) and kept.codes.data_ptr() != stored.data_ptr()
+
+
 def test_damage_is_found_on_borrowed_pages(checkpoint: Checkpoint) -> None:
     name = "layers.0.mlp.down_proj"
     checkpoint.modules[name].tensors["weight_scale"].view()[3, 1] = float("nan")

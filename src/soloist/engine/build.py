@@ -40,6 +40,7 @@ from soloist.ops.cuda.nvrtc import keep_cubins
 from soloist.ops.kvarn import TILE
 from soloist.ops.numerics import digest, fingerprint
 from soloist.ops.products import candidates
+from soloist.ops.upload import staged
 from soloist.planner import MAX_ROWS, Choices
 from soloist.progress import Progress, silent
 from soloist.settings import KNOBS, Settings
@@ -215,7 +216,7 @@ def load_on_card(
     tiles = "kvarn" in formats
     stored = formats if tiles else (SHORT[name],) * 2
     follow = partial(progress, "layers") if progress is not None else None
-    with side_by_side(device):
+    with side_by_side(device), staged(device):
         model = GraphedModel(CardLoader(checkpoint, device, dtype), checkpoint.config, follow)
     model.mode = settings.graphs
     say = progress or silent

@@ -28,6 +28,7 @@ from soloist.models.mtp import MTPModule, truncated_head
 from soloist.models.qwen3_5 import Qwen35
 from soloist.ops.linear import DenseWeight
 from soloist.ops.products import Linear, PackedLinear
+from soloist.ops.upload import staged
 from soloist.settings import Settings
 
 Kind = Literal["none", "mtp", "dflash2"]
@@ -144,8 +145,9 @@ def _head(
 
 
 def _mtp(settings: Settings, checkpoint: Checkpoint, model: Qwen35, memory: Memory, dtype: torch.dtype) -> MTPDrafter:
-    head, ids = _head(settings, checkpoint, model, dtype)
-    module = MTPModule(_loader(checkpoint, model.device, dtype), checkpoint.config, model.embedding, head, ids)
+    with staged(model.device):
+        head, ids = _head(settings, checkpoint, model, dtype)
+        module = MTPModule(_loader(checkpoint, model.device, dtype), checkpoint.config, model.embedding, head, ids)
     codec = DenseCodec(dtype, str(dtype).removeprefix("torch."))
     kv = KVStore(
         layers=1,
@@ -193,8 +195,9 @@ def _dflash2(
             f"The drafter in {where} taps layer {max(config.tap_layers)} of a model with {model.config.num_layers}.",
             "Set DRAFTER to the drafter made for this model.",
         )
-    head, ids = _head(settings, checkpoint, model, dtype)
-    drafter = DFlash2(_loader(source, model.device, dtype), config, model.embedding, head, ids)
+    with staged(model.device):
+        head, ids = _head(settings, checkpoint, model, dtype)
+        drafter = DFlash2(_loader(source, model.device, dtype), config, model.embedding, head, ids)
     if model.device.type == "cuda":
         return card_dflash2(drafter, memory.state.slots, settings.graphs)
     return DFlash2Drafter(drafter, memory.state.slots)

@@ -36,6 +36,10 @@ class CardLoader(Loader):
     def pair(self, modules: Sequence[str]) -> CardLinear:
         return fused_card_linear(self._weights(modules), self.device, self.dtype, paired=True)
 
+    def table(self, module: str) -> Weight:
+        borrowed = self.source.borrowed(module) if self.device.type == "cuda" else None
+        return super().table(module) if borrowed is None else borrowed.to(self.device)
+
     def _weights(self, modules: Sequence[str], pad: int = 1) -> list[Weight]:
         """4-bit rows go from the file's pages to the card; others are copied and changed on the host first."""
         if pad == 1:

@@ -22,6 +22,7 @@ from soloist.ops.linear import DenseWeight, Weight
 from soloist.ops.norms import plain_rms_norm
 from soloist.ops.products import Linear
 from soloist.ops.rope import apply_rope, inverse_frequencies, rope_tables
+from soloist.ops.upload import upload
 
 # (q [R, block, n, D], k, v [R, block, kv, D]) -> o [R, block, n, D]
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -126,7 +127,7 @@ class DFlash2:
         self.context_norm = torch.cat([layer.qk_norm[c.num_heads :] for layer in self.layers])
         self.selector = load.linear(["candidate_selector.hidden_projection"])
         self.predecessors, self.successors = (
-            load.source.tensor(f"candidate_selector.{name}_codebook").to(load.device, load.dtype).contiguous()
+            upload(load.source.tensor(f"candidate_selector.{name}_codebook").to(load.dtype).contiguous(), load.device)
             for name in ("predecessor", "successor")
         )
         self.inverse = inverse_frequencies(c.rope_dim, c.rope_theta, load.device)

@@ -54,6 +54,10 @@ class Loader:
         """A product over a weight at hand."""
         return self.make(weight, self.device, self.dtype)
 
+    def table(self, module: str) -> Weight:
+        """An embedding on the device, in the form in which it is stored."""
+        return self.source.weight(module).to(self.device)
+
     def factor(self, name: str, offset: float = 1.0) -> torch.Tensor:
         """A norm weight as the factor to multiply with, fp32: zero-centred weights get `offset` 1, plain ones 0."""
         return self.source.tensor(name).to(self.device, torch.float32) + offset

@@ -32,7 +32,7 @@ class Qwen35:
         self.config, self.dtype, self.device = config, load.dtype, load.device
         self.product = load.product
         # Kept as stored: a step reads a few rows of it, and in 16 bits the table of a large vocabulary costs gigabytes.
-        self.embedding = load.source.weight("embed_tokens").to(load.device)
+        self.embedding = load.table("embed_tokens")
         self.layers: list[tuple[DecoderNorms, Attention | DeltaNet, MLP]] = []
         for i, kind in enumerate(config.layer_types):
             prefix = f"layers.{i}"

@@ -16,6 +16,7 @@ from soloist.ops.linear import DenseWeight, QuantizedWeight, Weight
 from soloist.ops.linear_cuda import PackedW4, Residual, Squares, W4Prefill, W4Product, pack, why_not_w4
 from soloist.ops.products import Linear
 from soloist.ops.scratch import workspace
+from soloist.ops.upload import upload
 
 if TYPE_CHECKING:
     from soloist.ops.triton.dense import DenseProduct
@@ -62,15 +63,7 @@ class W4Linear(CardLinear):
     def __init__(self, weight: Weight, device: torch.device, dtype: torch.dtype, paired: bool = False) -> None:
         assert isinstance(weight, QuantizedWeight)
         super().__init__(weight.shape)
-        on_card = QuantizedWeight(
-            weight.codes.to(device),
-            weight.scales.to(device),
-            None if weight.zeros is None else weight.zeros.to(device),
-            weight.bits,
-            weight.group,
-            weight.shape,
-        )
-        self.packed: PackedW4 = pack(on_card, paired)
+        self.packed: PackedW4 = pack(weight.to(device), paired)
         self.gates, self.adds_residual = paired, not paired
         self._decode = W4Product(self.packed, workspace(device))
         self._prefill = W4Prefill(self.packed, workspace(device))
@@ -120,7 +113,7 @@ class DenseLinear(CardLinear):
 
     def __init__(self, weight: Weight, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__(weight.shape)
-        self._weight = weight.dequantize(dtype).to(device).contiguous()
+        self._weight = upload(weight.dequantize(dtype), device).contiguous()
         self._bias = None if weight.bias is None else weight.bias.to(device, dtype)
         self._narrow: DenseProduct | None = None
         if self._bias is None and self.out_features <= NARROW:

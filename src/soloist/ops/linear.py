@@ -15,10 +15,12 @@ from typing import Any
 
 import torch
 
+from soloist.ops.upload import upload
+
 
 def _moved(weight: object, names: tuple[str, ...], device: torch.device) -> dict[str, Any]:
     parts = {name: getattr(weight, name) for name in names}
-    return {name: part.to(device) for name, part in parts.items() if part is not None}
+    return {name: upload(part, device) for name, part in parts.items() if part is not None}
 
 
 @dataclass(frozen=True)

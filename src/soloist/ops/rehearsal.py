@@ -30,7 +30,7 @@ from unittest import mock
 import torch
 from torch.overrides import TorchFunctionMode
 
-from soloist.ops import linear_cuda
+from soloist.ops import linear_cuda, upload
 from soloist.ops.cuda import nvrtc
 
 # What a launch asks of a tensor: thousands of times, and true as it is.
@@ -321,6 +321,8 @@ def rehearsing(card: Card) -> Iterator[Wanted]:
         _replace(stack, torch.Tensor, device=property(of), is_cuda=property(on_card))
         # The longest part of loading, for shapes that are known.
         _replace(stack, linear_cuda, _fragment_words=lambda codes: codes.new_empty((4, *codes.shape[:3])))
+        # Nothing is sent, so nothing is page-locked for it.
+        _replace(stack, upload, LEAST=sys.maxsize)
         _replace_cuda(stack, card)
         _without_dynamo(stack)
         stack.enter_context(mode)
