@@ -36,7 +36,16 @@ def compile_kernel(source: Path, entry: str, macros: Mapping[str, int], director
     directory.mkdir(parents=True, exist_ok=True)
     text, library = directory / "kernel.cpp", directory / "kernel.so"
     text.write_text(f'#include "{Path(__file__).with_suffix(".h")}"\n{code}', encoding="utf-8")
-    options = ["-std=c++17", "-O1", "-w", "-ffp-contract=off", "-fno-strict-aliasing", "-shared", "-fPIC"]
+    options = [
+        "-std=c++17",
+        "-O1",
+        "-w",
+        "-ffp-contract=off",
+        "-fno-strict-aliasing",
+        "-fno-gnu-unique",
+        "-shared",
+        "-fPIC",
+    ]
     defines = [f"-D{name}={value}" for name, value in macros.items()]
     subprocess.run(["g++", *options, *defines, str(text), "-o", str(library)], check=True)
     return ctypes.CDLL(str(library))

@@ -66,7 +66,16 @@ def on_host(source: str) -> str:
 def compile_source(code: str, macros: dict[str, int], directory: Path) -> ctypes.CDLL:
     text, library = directory / "kernel.cpp", directory / "kernel.so"
     text.write_text(f'#include "{HEADER}"\n{on_host(code)}{LAUNCH}', encoding="utf-8")
-    options = ["-std=c++17", "-O2", "-w", "-ffp-contract=off", "-fno-strict-aliasing", "-shared", "-fPIC"]
+    options = [
+        "-std=c++17",
+        "-O2",
+        "-w",
+        "-ffp-contract=off",
+        "-fno-strict-aliasing",
+        "-fno-gnu-unique",
+        "-shared",
+        "-fPIC",
+    ]
     defines = [f"-D{name}={value}" for name, value in macros.items()]
     subprocess.run(["g++", *options, *defines, str(text), "-o", str(library)], check=True)
     return ctypes.CDLL(str(library.resolve()))
