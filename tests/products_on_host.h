@@ -448,7 +448,7 @@ inline void products(float* sums, const u32* a, u64 b, int accumulate) {
     __syncwarp();
 }
 // The 64 sums a thread has of [64 columns of weight, 128 rows]; B in the 128-byte swizzle, eight rows every `stride`.
-inline void products_wait(float*) {
+__attribute__((optimize("O2"))) inline void products_wait(float*) {
     host::Warp& warp = host::mine();
     const u32 lane = host::lane();
     __syncwarp();

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import faulthandler
+import os
 import re
+import signal
 import subprocess
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +28,8 @@ OPTIONS = (
     "-shared",
     "-fPIC",
 )
+# Of a kernel's macros, so not in the header.
+SCALE = "inline float scale_value(u16 s) { return SCALE_BF16 ? host::value(s, 0) : host::half_value(s); }"
 
 
 def _without_instructions(source: str) -> str:
@@ -43,8 +48,8 @@ def _without_instructions(source: str) -> str:
     return code
 
 
-def _on_host(source: str) -> str:
-    """Shared memory is the block's, which the header keeps."""
+def on_host(source: str) -> str:
+    """The source as C++ behind the header. Shared memory is the block's, which the header keeps."""
     code = re.sub(r"extern __shared__ .*?;", "u8* smem = host::block().shared.data();", _without_instructions(source))
     names = iter(range(100))
 
@@ -108,7 +113,7 @@ class Host:
         code = (CUDA / f"{name}.cu").read_text(encoding="utf-8")
         old, new = self.edit
         assert not old or code.count(old) == 1, old
-        code = _on_host(code.replace(old, new) if old else code)
+        code = on_host(code.replace(old, new) if old else code)
         found = re.search(rf"\n{entry}\((.*?)\) \{{\n", code, re.DOTALL)
         assert found is not None
         parameters = found.group(1)
@@ -116,8 +121,7 @@ class Host:
         defines = "".join(f"#undef {key}\n#define {key} {value}\n" for key, value in macros)
         self._text.append(
             f"{defines}namespace v{index} {{\n"
-            "inline float scale_value(u16 s) { return SCALE_BF16 ? host::value(s, 0) : host::half_value(s); }\n"
-            f"inline float ratio(u16 last, u16 now) {{ return scale_value(last) / scale_value(now); }}\n{code}}}\n"
+            f"{SCALE}\n{code}}}\n"
             f'extern "C" void add{index}(u32 grid, {parameters}) {{\n'
             f"    host::add(grid, {launch}, [=] {{ v{index}::{entry}({names}); }});\n}}\n"
         )
@@ -135,3 +139,17 @@ class Host:
     def run(self, seed: int) -> bool:
         """Run what was launched since the last run. False if some thread waits for what never comes."""
         return bool(self.library.run(ctypes.c_uint64(seed)))
+
+
+def holds_in_child(check: Callable[[], bool]) -> bool:
+    """What `check` says in a process of its own, which a fault in a kernel may end or keep busy for ever."""
+    child = os.fork()
+    if child == 0:
+        faulthandler.disable()  # an end is expected
+        signal.alarm(120)
+        holds = False
+        try:
+            holds = check()
+        finally:
+            os._exit(not holds)
+    return os.waitpid(child, 0)[1] == 0
