@@ -63,7 +63,7 @@ CASES = [
     Case(6400, 384, 64, 3, 3, zeros=True, epilogue=3, squares=True),
     Case(256, 768, 256, 3, 32, epilogue=3),
     Case(512, 512, 128, 8, 20, zeros=True, epilogue=2, squares=True),
-    Case(296, 512, 512, 2, 40, epilogue=3, squares=True),
+    Case(296, 1024, 512, 2, 40, epilogue=3, squares=True),
 ]
 CHAIN = [
     Case(512, 832, 64, 7, 5, epilogue=3),
@@ -129,7 +129,10 @@ def test_the_cases_meet_all_ways_of_sharing() -> None:
 
 
 def weight_of(case: Case, exact: bool) -> QuantizedWeight:
-    """Random codes. `exact`: scales are powers of two, so that with `rows_of` no sum is rounded, whatever its order."""
+    """Random codes. `exact`: scales are powers of two, so that with `rows_of` no sum is rounded, whatever its order.
+
+    Else the last groups are the first ones with the other sign: with `rows_of` sums cancel, and any other order shows.
+    """
     g = torch.Generator().manual_seed(case.n + case.k)
     shape = case.n, case.k // case.group
     words = torch.randint(-(2**31), 2**31 - 1, (case.n, case.k // 8), dtype=torch.int32, generator=g)
@@ -140,6 +143,12 @@ def weight_of(case: Case, exact: bool) -> QuantizedWeight:
     else:
         scales = torch.randn(*shape, generator=g) * 0.1
     zeros = torch.randint(0, 16, shape, dtype=torch.uint8, generator=g) if case.zeros else None
+    if not exact:
+        half = shape[1] // 2
+        scales[:, shape[1] - half :] = -scales[:, :half]
+        words[:, (case.k - half * case.group) // 8 :] = words[:, : half * case.group // 8]
+        if zeros is not None:
+            zeros[:, shape[1] - half :] = zeros[:, :half]
     return QuantizedWeight(
         words, scales.to(torch.bfloat16 if case.zeros else torch.float16), zeros, 4, case.group, (case.n, case.k)
     )
@@ -166,8 +175,12 @@ def rows_of(case: Case, exact: bool) -> Rows:
         total = ((4.0 ** torch.randint(0, 3, (case.rows, 1), generator=g) - EPS) * case.k).long()
         sums = (total // parts + (torch.arange(parts) < total % parts)).float()
     else:
-        x, sums = torch.randn(case.rows, case.k, generator=g), torch.rand(case.rows, parts, generator=g) * 64
-    return Rows(x.bfloat16(), sums, torch.randn(case.rows, case.n, generator=g).bfloat16())
+        x, sums = torch.randn(case.rows, case.k, generator=g).bfloat16(), torch.rand(case.rows, parts, generator=g) * 64
+        half = case.k // case.group // 2 * case.group
+        x[:, half : case.k - half] = 0
+        x[:, case.k - half :] = x[:, :half]
+        x[:, 0] *= 1 + 2**-7
+    return Rows(x.bfloat16(), sums, torch.randn(case.rows, case.n, generator=g).bfloat16() * (1 if exact else 2**-8))
 
 
 def factor_of(n: int) -> torch.Tensor:
