@@ -34,9 +34,8 @@
 #define NT (MT / 8)
 #define NB (NT < 4 ? NT : 4) // row octets whose MMA chains run side by side, for two m-tiles
 #define MAX_PARTS 128 // sums of squares a row comes with at most
-#define ITEMS (MT == 32 ? 2 : 1)        // m-tiles of eight rows that a warp finishes at a time
-#define PARTS_AHEAD (8 / ITEMS)         // of each of them, parts in flight while they are summed
-#define GATHER (MT == 32 ? 1 : 3)       // so many CTAs at most are few
+#define SHARED_ITEMS (MT == 32 ? 2 : 1) // m-tiles of eight rows that a warp finishes at a time of shares
+#define GATHER 3                        // so many CTAs at most are few
 #define PART_CELLS (TILE_N / 16 * NT * 32) // float4 of a part: [m-tile][octet][lane]
 #define QUARTERS 4    // of a tile: what is finished by one CTA, and what a sum of squares is over
 #define QUARTER 4     // m-tiles in one
@@ -240,7 +239,9 @@ struct Item {
 };
 
 // This CTA's quarters of one tile or two, by m-tiles of eight rows. Its own part of a gathered tile lies in `sums`
-// [m-tile][octet][lane]; `parts` are those handed over. Seldom met, so one copy of it, and out of the way of the loop.
+// [m-tile][octet][lane]; `parts` are those handed over. A warp has ITEMS of them at a time, PARTS_AHEAD parts of each on
+// their way. Seldom met, so one copy of it for each kind of end, and out of the way of the loop.
+template <int ITEMS, int PARTS_AHEAD>
 __device__ __noinline__ void finish(const Finish& out, const Shared a, const Shared b, int cta, int thread, int rows,
                                     const float4* sums, const float4* parts, const float* root, float* squares) {
     const int lane = thread % 32;
@@ -414,6 +415,7 @@ w4a16(const u8* __restrict__ w, const u8* __restrict__ scales, const u8* __restr
     u32 parity = 0;
     bool started = false;
     int slot = 0;
+    const float4* handed = reinterpret_cast<const float4*>(partials);
     bool rooted = !squares_in;
     for (int segment = begin; segment < end;) {
         const int tile = segment / per_tile, first = segment - tile * per_tile;
@@ -564,7 +566,7 @@ w4a16(const u8* __restrict__ w, const u8* __restrict__ scales, const u8* __restr
         __syncthreads();
         segment = tile * per_tile + last;
         const Shared alone = {tile, cta, cta, true}, none = {-1, 0, 0, false};
-        if (whole) finish(out, alone, none, cta, thread, rows, exchange, reinterpret_cast<float4*>(partials), root, squares);
+        if (whole) finish<2, 2>(out, alone, none, cta, thread, rows, exchange, handed, root, squares);
         else if (thread == 0 && !kept)
             count_release(arrivals + tile, shared[!continued].steps() - 1);
     }
@@ -580,5 +582,6 @@ w4a16(const u8* __restrict__ w, const u8* __restrict__ scales, const u8* __restr
         }
     }
     __syncthreads();
-    finish(out, a, b, cta, thread, rows, exchange, reinterpret_cast<float4*>(partials), root, squares);
+    if (a.gathered && (b.tile < 0 || b.gathered)) finish<2, 2>(out, a, b, cta, thread, rows, exchange, handed, root, squares);
+    else finish<SHARED_ITEMS, 8 / SHARED_ITEMS>(out, a, b, cta, thread, rows, exchange, handed, root, squares);
 }
