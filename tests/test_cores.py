@@ -27,3 +27,11 @@ def test_a_quota_is_a_limit(
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(content)
     assert usable_cores(tmp_path) == (expected or 16)
+
+
+def test_a_thread_that_openmp_has_bound_says_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0}, raising=False)
+    monkeypatch.setattr("os.cpu_count", lambda: 16)
+    assert usable_cores(tmp_path) == 1
+    monkeypatch.setenv("OMP_PROC_BIND", "close")
+    assert usable_cores(tmp_path) == 16

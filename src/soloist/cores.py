@@ -11,9 +11,16 @@ CGROUP = Path("/sys/fs/cgroup")  # a container's own group is mounted here
 def usable_cores(cgroup: Path = CGROUP) -> int:
     """At least 1. A quota of cgroup v2 (`cpu.max`) or v1 (`cpu.cfs_*`) is rounded up."""
     affinity = getattr(os, "sched_getaffinity", None)
-    cores = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
+    cores = os.cpu_count() or 1 if affinity is None or _bound() else len(affinity(0))
     share = _quota(cgroup)
     return max(1, cores if share is None else min(cores, share))
+
+
+def _bound() -> bool:
+    """Whether OpenMP binds threads to places: then whoever imported torch is bound to the first one, and what it may use
+    says nothing about the process."""
+    placed = os.environ.get("GOMP_CPU_AFFINITY") or os.environ.get("OMP_PLACES")
+    return bool(placed) or os.environ.get("OMP_PROC_BIND", "false").lower() not in ("", "false")
 
 
 def _quota(cgroup: Path) -> int | None:

@@ -164,7 +164,12 @@ class Settings:
     state_dtype: Literal["float32", "float16"] = knob(
         "float32", "Storage type of the recurrent state.", group="Numerics"
     )
-    threads: int = knob(0, "CPU threads of a product; 0: one per core.", group="Numerics", low=0)
+    threads: int = knob(
+        0,
+        "CPU threads of a product; 0: one per core that affinity and a container's quota leave.",
+        group="Numerics",
+        low=0,
+    )
 
     origins: Mapping[str, Origin] = field(default_factory=dict, compare=False, repr=False)
     notes: tuple[str, ...] = field(default=(), compare=False, repr=False)

@@ -185,7 +185,8 @@ def _fill(engine: Any, case: Case, context: int, device: torch.device) -> dict[s
     """All residents at once: every one must decode while the others do, none parked."""
     begun = time.perf_counter()
     # Several must still be answering when the last one's prompt is in.
-    tokens = case.tokens if case.residents == 1 else min(4000, engine.max_len - context - 1)
+    room = min(engine.max_len, engine.memory.pages.total * 64 // case.residents - 64) - context - 1
+    tokens = case.tokens if case.residents == 1 else min(4000, room)
     asked = [_Asked(engine, context, tokens, 1 + i) for i in range(case.residents)]
     for one in asked:
         one.take("first")

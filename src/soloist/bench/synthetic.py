@@ -12,6 +12,7 @@ from soloist.checkpoint.config import DrafterConfig, ModelConfig
 from soloist.ops.linear import DenseWeight, QuantizedWeight, Weight
 
 GROUP = 128
+DENSE = ("embed_tokens", "in_proj_b", "in_proj_a")  # modules of 16 bits
 DRAFT_ROWS = 40960  # of a truncated head
 
 
@@ -111,12 +112,14 @@ class SyntheticSource:
     def weight(self, module: str) -> Weight:
         """Linears are 4-bit with symmetric groups of 128; embedding and gates are 16-bit."""
         n, k = self._shape(module)
-        if module.endswith(("embed_tokens", "in_proj_b", "in_proj_a")):
+        if module.endswith(DENSE):
             return DenseWeight(torch.randn(n, k, device=self.device, dtype=torch.bfloat16) * k**-0.5)
         return self.quantized(n, k, self.device)
 
     def borrowed(self, module: str) -> QuantizedWeight | None:
         """`weight` where it is quantised: nothing here lies in a file."""
+        if module.endswith(DENSE):
+            return None
         weight = self.weight(module)
         return weight if isinstance(weight, QuantizedWeight) else None
 

@@ -59,9 +59,13 @@ class ParkedStorages:
         self._sizes = [s.nbytes() for s in self._storages.values()]
         self._host = torch.empty(sum(self._sizes), dtype=torch.uint8)
         self._pinned = _pin(self._host, any(s.device.type == "cuda" for s in self._storages.values()))
-        for part, storage in self._pairs():
-            part.copy_(_bytes(storage))
-            storage.resize_(0)
+        try:
+            for part, storage in self._pairs():
+                part.copy_(_bytes(storage))
+                storage.resize_(0)
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def nbytes(self) -> int:

@@ -290,7 +290,10 @@ def remains(engine: Engine) -> Kept:
         kept.prefix = reuse.prefix
     else:
         kept.end_writing()
-    kept.weights = park_weights((engine.model, engine.tower, engine.status().degraded))
+    try:
+        kept.weights = park_weights((engine.model, engine.tower, engine.status().degraded))
+    except (RuntimeError, MemoryError) as error:  # the engine has retired already: there is no way back but a new one
+        log.warning("weights could not be moved to host memory, waking reads them again: %s", error)
     return kept
 
 

@@ -100,10 +100,12 @@ class Staging:
 
     def close(self) -> None:
         """Wait for the card and free the memory."""
-        if self._slots and self._host is not None:
-            self._road.drain()
-            self._road.unlock(self._host)
-        self._host, self._slots = None, []
+        host, self._host, self._slots = self._host, None, []
+        if host is not None:
+            try:
+                self._road.drain()
+            finally:
+                self._road.unlock(host)
 
     def _open(self) -> bool:
         if self._host is None and not self._refused:
@@ -130,7 +132,8 @@ def staged(device: torch.device) -> Iterator[None]:
     if device.type != "cuda":
         yield
         return
-    with through(Staging(Road(device))):
+    # Copies run on the stream of the tensor's device, events are recorded on that of the current one.
+    with torch.cuda.device(device), through(Staging(Road(device))):
         yield
 
 

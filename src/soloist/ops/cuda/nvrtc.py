@@ -42,14 +42,18 @@ def _nvrtc() -> Any:
     return nvrtc
 
 
+def _options(arch: int, macros: Mapping[str, int]) -> list[str]:
+    target = "90a" if arch == 90 else arch  # wgmma is in sm_90a only, and no other card is 9.0
+    return [f"--gpu-architecture=sm_{target}", "--std=c++17", *(f"-D{k}={v}" for k, v in sorted(macros.items()))]
+
+
 def compile_cubin(code: str, arch: int, macros: Mapping[str, int], verbose: bool = False) -> tuple[bytes, str]:
     """Compile `code` for sm_`arch` with `-Dkey=value` macros. Returns (cubin, log).
 
     `verbose` adds ptxas' report of registers, shared memory and spills to the log. Needs no GPU.
     """
     nvrtc = _nvrtc()
-    target = "90a" if arch == 90 else arch  # wgmma is in sm_90a only, and no other card is 9.0
-    options = [f"--gpu-architecture=sm_{target}", "--std=c++17", *(f"-D{k}={v}" for k, v in sorted(macros.items()))]
+    options = _options(arch, macros)
     if verbose:
         options.append("--ptxas-options=-v")
     try:
@@ -88,7 +92,7 @@ def keep_cubins(directory: Path) -> None:
 def _place(code: str, arch: int, macros: Mapping[str, int], directory: Path) -> Path:
     """Where the cubin is kept; its name says all that went into it."""
     _, major, minor = _nvrtc().nvrtcVersion()
-    key = hashlib.sha256(repr((code, arch, sorted(macros.items()), major, minor)).encode()).hexdigest()[:32]
+    key = hashlib.sha256(repr((code, _options(arch, macros), major, minor)).encode()).hexdigest()[:32]
     return directory / f"{key}.cubin"
 
 
