@@ -17,8 +17,8 @@ def usable_cores(cgroup: Path = CGROUP) -> int:
 
 
 def _bound() -> bool:
-    """Whether OpenMP binds threads to places: then whoever imported torch is bound to the first one, and what it may use
-    says nothing about the process."""
+    """Whether OpenMP binds threads to places: whoever imported torch is bound to the first one then, and what that
+    thread may use says nothing about the process."""
     placed = os.environ.get("GOMP_CPU_AFFINITY") or os.environ.get("OMP_PLACES")
     return bool(placed) or os.environ.get("OMP_PROC_BIND", "false").lower() not in ("", "false")
 

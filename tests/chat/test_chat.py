@@ -83,7 +83,10 @@ class Terminal:
         while text not in self.seen:
             ready, _, _ = select.select([self.master], [], [], max(0.0, deadline - time.monotonic()))
             assert ready, f"{text!r} did not appear in {self.seen!r}"
-            data = self._decode(os.read(self.master, 65536))
+            try:
+                data = self._decode(os.read(self.master, 65536))
+            except OSError:  # nobody has the other end open any more
+                raise AssertionError(f"the chat ended before {text!r}, after {self.seen!r}") from None
             self.seen += re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]|[\x01\x02\r]", "", data)
         self.seen = self.seen.split(text, 1)[1]
 

@@ -20,6 +20,8 @@ from soloist.ops.gated_delta import CHUNK
 from soloist.ops.products import Linear
 
 ROWS = 16
+PACKAGE = Path(__file__).resolve().parent.parent
+DECISIVE = ("cache", "models", "ops")  # rooms whose code computes or stores what a later turn resumes from
 
 
 def processor() -> str:
@@ -36,12 +38,16 @@ def processor() -> str:
 def fingerprint(device: torch.device, dtype: torch.dtype, state_dtype: torch.dtype, product: str) -> dict[str, str]:
     """Everything that can change the last bit of a logit. Two engines with equal fingerprints may share state."""
     card = torch.cuda.get_device_name(device) if device.type == "cuda" else processor()
-    triton = ""
+    triton = multiprocessors = ""
     if device.type == "cuda":
         import triton as package
 
         triton = package.__version__
+        # Products deal their sums among them, and one name can stand for several numbers.
+        multiprocessors = str(torch.cuda.get_device_properties(device).multi_processor_count)
     return {
+        "code": code_digest(DECISIVE),
+        "multiprocessors": multiprocessors,
         "device": card,
         "capability": "" if device.type == "cpu" else ".".join(map(str, torch.cuda.get_device_capability(device))),
         "cpu_features": torch.backends.cpu.get_cpu_capability() if device.type == "cpu" else "",
@@ -61,11 +67,10 @@ def digest(print_: dict[str, str]) -> str:
 
 
 @cache
-def code_digest() -> str:
-    """Sixteen hex digits over Soloist's own source: kernels, and what decides which of them run."""
-    package = Path(__file__).resolve().parent.parent
+def code_digest(rooms: tuple[str, ...] = ("",), package: Path = PACKAGE) -> str:
+    """Sixteen hex digits over Soloist's source, or some rooms of it: kernels, and what decides which of them run."""
     found = hashlib.sha256()
-    for path in sorted(p for p in package.rglob("*") if p.suffix in (".py", ".cu")):
+    for path in sorted(p for room in rooms for p in (package / room).rglob("*") if p.suffix in (".py", ".cu")):
         found.update(str(path.relative_to(package)).encode() + b"\0" + path.read_bytes())
     return found.hexdigest()[:16]
 

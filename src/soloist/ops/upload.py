@@ -34,7 +34,7 @@ class Mark(Protocol):
 
 
 class Road:
-    """What staging asks of CUDA, on one device and the stream that is current."""
+    """What staging asks of CUDA, on the current device and its current stream."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -132,8 +132,7 @@ def staged(device: torch.device) -> Iterator[None]:
     if device.type != "cuda":
         yield
         return
-    # Copies run on the stream of the tensor's device, events are recorded on that of the current one.
-    with torch.cuda.device(device), through(Staging(Road(device))):
+    with through(Staging(Road(device))):
         yield
 
 
