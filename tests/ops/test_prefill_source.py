@@ -124,6 +124,7 @@ def test_right_and_the_same_in_company(
     assert alone is not None and torch.equal(alone[0], y[rows - 1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("source", "text", "instead"), [(s, *f) for s in SOURCES for f in [("", ""), *FAULTS[s]]])
 def test_a_missing_wait_shows(source: str, text: str, instead: str, tmp_path: Path) -> None:
     """What the test above rests on: that the host is as careless as a card."""
