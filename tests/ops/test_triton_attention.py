@@ -84,7 +84,13 @@ class Text:
         return reference.verify_attention(*parts, past, step.attention, SCALE).view(count, -1) / 2
 
 
-@pytest.mark.parametrize(("settled", "count"), [(0, 3), (95, 16), (250, 16), (512, 16), (610, 20)])
+SLOW = pytest.mark.slow  # interpreted: ten seconds each, and the others are of their kind
+
+
+@pytest.mark.parametrize(
+    ("settled", "count"),
+    [(0, 3), (250, 16), *(pytest.param(*case, marks=SLOW) for case in ((95, 16), (512, 16), (610, 20)))],
+)
 def test_a_rows_bits_are_its_own(device: torch.device, warp_groups: bool, settled: int, count: int) -> None:
     """One row, 16 rows, in company: steps whose rows fill one tile or several, begin in any block and cross splits."""
     text = Text(device)
