@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from collections.abc import Callable
 
@@ -83,7 +82,8 @@ def ring(road: LateRoad) -> Staging:
 def some(kind: torch.dtype, *shape: int) -> torch.Tensor:
     """Every pattern of bits is a value, NaN included; a bool has two."""
     count = int(torch.tensor(shape).prod()) * kind.itemsize
-    data = torch.frombuffer(bytearray(os.urandom(count)), dtype=torch.uint8)
+    # Made in place: a copy that was freed could come back as the memory that is to be written, and look written.
+    data = torch.randint(0, 256, (count,), dtype=torch.uint8)
     return (data & 1 if kind is torch.bool else data).view(kind).view(shape)
 
 
