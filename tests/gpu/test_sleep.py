@@ -14,8 +14,9 @@ from cache.arms import Answer, Pending, text
 from soloist import demo
 from soloist.engine.build import build_engine
 from soloist.engine.engine import Engine
-from soloist.engine.kept import ParkedStorages, _pin
+from soloist.engine.kept import ParkedStorages
 from soloist.engine.sleep import Sleeper
+from soloist.ops.upload import page_lock
 from soloist.sampling.params import SamplingParams
 from soloist.settings import Settings, resolve
 
@@ -103,7 +104,7 @@ def test_a_card_that_pins_nothing_more_only_copies_slower() -> None:
     cudart = torch.cuda.cudart()
     assert int(cudart.cudaHostRegister(host.data_ptr(), host.numel(), 0)) == 0
     try:
-        assert not _pin(host, wanted=True), "it is page-locked already: refused"
+        assert not page_lock(host, torch.device("cuda")), "it is page-locked already: refused"
         assert torch.equal(tensor + 1, torch.arange(1, (1 << 20) + 1, device="cuda"))
     finally:
         assert int(cudart.cudaHostUnregister(host.data_ptr())) == 0

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +23,7 @@ from soloist.errors import CapacityError
 from soloist.models.qwen3_5 import Qwen35
 from soloist.models.vision import VisionTower
 from soloist.ops.scratch import SHARED
+from soloist.ops.upload import page_lock, page_unlock
 
 log = logging.getLogger("soloist.engine")
 
@@ -58,7 +58,8 @@ class ParkedStorages:
         self._storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors if t.numel()}
         self._sizes = [s.nbytes() for s in self._storages.values()]
         self._host = torch.empty(sum(self._sizes), dtype=torch.uint8)
-        self._pinned = _pin(self._host, any(s.device.type == "cuda" for s in self._storages.values()))
+        card = next((s.device for s in self._storages.values() if s.device.type == "cuda"), None)
+        self._pinned = card is not None and page_lock(self._host, card)
         try:
             for part, storage in self._pairs():
                 part.copy_(_bytes(storage))
@@ -93,7 +94,7 @@ class ParkedStorages:
         """Free the host's copy. Must be called: memory that is freed while the card has it page-locked would leave the
         card reading the old pages whenever something else comes to lie at that address."""
         if self._pinned:
-            torch.cuda.cudart().cudaHostUnregister(self._host.data_ptr())
+            page_unlock(self._host)
             self._pinned = False
         self._host = self._host[:0].clone()
 
@@ -103,19 +104,6 @@ class ParkedStorages:
 
 def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
-
-def _pin(host: torch.Tensor, wanted: bool) -> bool:
-    """Page-lock memory that exists already: pinning by torch's allocator would round every tensor up to a power of
-    two. Where the system refuses, copies are slower and nothing else changes."""
-    if not wanted:
-        return False
-    if int(torch.cuda.cudart().cudaHostRegister(host.data_ptr(), host.numel(), 0)) == 0:
-        return True
-    # The runtime remembers a refusal, and torch raises it behind the next kernel it launches. Let it be this one.
-    with suppress(RuntimeError):
-        torch.ones(1, device="cuda")
-    return False
 
 
 class ParkedWeights:

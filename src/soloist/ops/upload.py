@@ -33,6 +33,22 @@ class Mark(Protocol):
     def synchronize(self) -> None: ...
 
 
+def page_lock(host: torch.Tensor, device: torch.device) -> bool:
+    """Page-lock memory that exists already, until `page_unlock`: pinning by torch's allocator would round every tensor
+    up to a power of two. False where the system refuses: copies are slower then, and nothing else changes."""
+    if int(torch.cuda.cudart().cudaHostRegister(host.data_ptr(), host.nbytes, 0)) == 0:
+        return True
+    # The runtime remembers a refusal, and torch raises it behind the next kernel it launches. Let it be this one.
+    with suppress(RuntimeError):
+        torch.ones(1, device=device)
+    return False
+
+
+def page_unlock(host: torch.Tensor) -> None:
+    """Must come before the memory is freed."""
+    torch.cuda.cudart().cudaHostUnregister(host.data_ptr())
+
+
 class Road:
     """What staging asks of CUDA, on the current device and its current stream."""
 
@@ -40,17 +56,10 @@ class Road:
         self.device = device
 
     def lock(self, host: torch.Tensor) -> bool:
-        """Page-lock memory that exists already; False where the system refuses."""
-        cudart = torch.cuda.cudart()
-        if int(cudart.cudaHostRegister(host.data_ptr(), host.nbytes, 0)) == 0:
-            return True
-        # The runtime remembers a refusal, and torch raises it behind the next kernel it launches. Let it be this one.
-        with suppress(RuntimeError):
-            torch.ones(1, device=self.device)
-        return False
+        return page_lock(host, self.device)
 
     def unlock(self, host: torch.Tensor) -> None:
-        torch.cuda.cudart().cudaHostUnregister(host.data_ptr())
+        page_unlock(host)
 
     def send(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Begin a copy to the card, and come back at once."""
