@@ -30,6 +30,12 @@ OPTIONS = (
 )
 # Of a kernel's macros, so not in the header.
 SCALE = "inline float scale_value(u16 s) { return SCALE_BF16 ? host::value(s, 0) : host::half_value(s); }"
+# What the prefill products share that is not made of instructions stands as it is.
+STORE = re.search(
+    r"^template <[^\n]*\n[^\n]* store_tile\(.*?^}\n", (CUDA / "common.cu").read_text(), re.MULTILINE | re.DOTALL
+)
+assert STORE is not None
+BEFORE = f"{SCALE}\n{STORE[0]}"
 
 
 def _without_instructions(source: str) -> str:
@@ -121,7 +127,7 @@ class Host:
         defines = "".join(f"#undef {key}\n#define {key} {value}\n" for key, value in macros)
         self._text.append(
             f"{defines}namespace v{index} {{\n"
-            f"{SCALE}\n{code}}}\n"
+            f"{BEFORE}\n{code}}}\n"
             f'extern "C" void add{index}(u32 grid, {parameters}) {{\n'
             f"    host::add(grid, {launch}, [=] {{ v{index}::{entry}({names}); }});\n}}\n"
         )

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from products_on_host import CUDA, HEADER, OPTIONS, SCALE, holds_in_child, on_host
+from products_on_host import BEFORE, CUDA, HEADER, OPTIONS, holds_in_child, on_host
 from soloist.ops.linear import QuantizedWeight
 from soloist.ops.linear_cuda import PackedW4, pack
 
@@ -46,7 +46,7 @@ extern "C" bool launch(const u8* w, const u8* scales, const u8* zeros, const u8*
 
 def compile_source(code: str, macros: dict[str, int], directory: Path) -> ctypes.CDLL:
     text, library = directory / "kernel.cpp", directory / "kernel.so"
-    text.write_text(f'#include "{HEADER}"\n{SCALE}\n{on_host(code)}{LAUNCH}', encoding="utf-8")
+    text.write_text(f'#include "{HEADER}"\n{BEFORE}\n{on_host(code)}{LAUNCH}', encoding="utf-8")
     defines = [f"-D{name}={value}" for name, value in macros.items()]
     subprocess.run(["g++", *OPTIONS, *defines, str(text), "-o", str(library)], check=True)
     return ctypes.CDLL(str(library.resolve()))

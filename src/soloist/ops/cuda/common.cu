@@ -82,6 +82,25 @@ __device__ __forceinline__ u16 to_bf16(float f) {
 }
 __device__ __forceinline__ float bf16_value(u16 h) { return __uint_as_float((u32)h << 16); }
 
+// A prefill product's output tile [M][STRIDE] of bf16 from shared memory to y, 8 bytes a thread: real rows and columns.
+template <int M, int N, int STRIDE, int THREADS_>
+__device__ __forceinline__ void store_tile(const u16* tile, u16* y, int rows, int n_out, int y_stride, int m_tile, int n_tile,
+                                           int paired, int thread) {
+    for (int i = thread; i < M * (N / 4); i += THREADS_) {
+        const int row = i / (N / 4), inside = i % (N / 4) * 4;
+        int n = n_tile * N + inside, limit = n_out;
+        if (paired) {                   // 8 gate columns, 8 up columns in turn: gate columns first, then up columns
+            n = n_tile * (N / 2) + inside / 16 * 8 + inside % 8;
+            limit = n_out / 2;
+        }
+        const bool real = n < limit;
+        if (paired && inside / 8 % 2) n += n_out / 2;
+        if (m_tile * M + row < rows && real)
+            *reinterpret_cast<u64*>(y + (u64)(m_tile * M + row) * y_stride + n) =
+                *reinterpret_cast<const u64*>(tile + row * STRIDE + (i % (N / 4)) * 4);
+    }
+}
+
 // Barriers in shared memory: a stage is full when its bytes have landed, empty when every warp has read it.
 __device__ __forceinline__ void barrier_init(u32 bar, u32 arrivals) {
     asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(bar), "r"(arrivals) : "memory");

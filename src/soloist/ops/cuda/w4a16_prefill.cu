@@ -172,17 +172,5 @@ w4a16_prefill(const u8* __restrict__ w, const u8* __restrict__ scales, const u8*
                 tile[(warp_m * 64 + n * 8 + 2 * t + i % 2) * OUT_STRIDE + warp_n * 64 + m * 16 + (i / 2) * 8 + g] =
                     to_bf16(total[m][n][i]);
     __syncthreads();
-    for (int i = thread; i < TILE_M * (TILE_N / 4); i += THREADS) {
-        const int row = i / (TILE_N / 4), inside = i % (TILE_N / 4) * 4;
-        int n = n_tile * TILE_N + inside, limit = n_out;
-        if (paired) {                   // 8 gate columns, 8 up columns in turn: gate columns first, then up columns
-            n = n_tile * (TILE_N / 2) + inside / 16 * 8 + inside % 8;
-            limit = n_out / 2;
-        }
-        const bool real = n < limit;
-        if (paired && inside / 8 % 2) n += n_out / 2;
-        if (m_tile * TILE_M + row < rows && real)
-            *reinterpret_cast<u64*>(y + (u64)(m_tile * TILE_M + row) * y_stride + n) =
-                *reinterpret_cast<const u64*>(tile + row * OUT_STRIDE + (i % (TILE_N / 4)) * 4);
-    }
+    store_tile<TILE_M, TILE_N, OUT_STRIDE, THREADS>(tile, y, rows, n_out, y_stride, m_tile, n_tile, paired, thread);
 }
