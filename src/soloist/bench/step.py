@@ -67,15 +67,25 @@ class Case:
 
 
 class Bench:
-    """A synthetic model on the card with caches for the largest case."""
+    """A synthetic model on the card with caches for the largest case, and for one prompt of `longest` tokens."""
 
-    def __init__(self, shape: str, layers: int, cases: list[Case], state_dtype: torch.dtype, kv: str = "bf16") -> None:
+    def __init__(
+        self,
+        shape: str,
+        layers: int,
+        cases: list[Case],
+        state_dtype: torch.dtype,
+        kv: str = "bf16",
+        longest: int = 0,
+    ) -> None:
         self.device = torch.device("cuda")
         self.config = SHAPES[shape](layers)
         c = self.config
         requests = max(case.requests for case in cases)
         # Whole tiles, whatever the format: KVarN packs two pages together.
         self.pages = max(pages_for(case.context + case.rows, 2) for case in cases)
+        self.prompt_pages = max(self.pages, pages_for(longest, 2))
+        pool = max(requests * self.pages, self.prompt_pages)
         rows = max(case.requests * case.rows for case in cases)
         splits = max(case.requests * case.rows * (case.context // attention.SPLIT + 2) for case in cases) + rows
         load = CardLoader(SyntheticSource(c, self.device), self.device, torch.bfloat16)
@@ -86,7 +96,7 @@ class Bench:
             layers=len(c.attention_layers),
             kv_heads=c.num_kv_heads,
             head_dim=c.head_dim,
-            pages=requests * self.pages,
+            pages=pool,
             slots=requests,
             dtype=torch.bfloat16,
             device=self.device,
@@ -105,7 +115,7 @@ class Bench:
                 plane.normal_()
         self.state = RecurrentState(StateShapes.of(c), requests, state_dtype, torch.bfloat16, self.device)
         self.state.all_states.normal_(std=0.1)
-        self.model.prepare(CardShapes(rows, requests, self.pages, 8, splits), self.kv, self.state, ())
+        self.model.prepare(CardShapes(rows, requests, self.prompt_pages, 8, splits), self.kv, self.state, ())
 
     def weight_bytes(self) -> int:
         """Bytes of all products a step reads once."""
@@ -140,7 +150,7 @@ class Bench:
             torch.cuda.synchronize()
             begun = time.perf_counter()
             for start in range(0, tokens, piece):
-                step = prefill_step(ids[start : start + piece], start, 0, list(range(self.pages)))
+                step = prefill_step(ids[start : start + piece], start, 0, list(range(self.prompt_pages)))
                 self.model.forward(step, caches)
             torch.cuda.synchronize()
             seconds = time.perf_counter() - begun
@@ -220,10 +230,17 @@ def by_class(graph: torch.cuda.CUDAGraph) -> tuple[dict[str, float], int, dict[s
     return {k: round(v, 4) for k, v in totals.items()}, len(kernels), table
 
 
-def run(shape: str, layers: int, cases: list[Case], state_dtype: torch.dtype, kv: str = "bf16") -> dict[str, Any]:
-    """Time every case; returns the document that is printed last."""
+def run(
+    shape: str,
+    layers: int,
+    cases: list[Case],
+    state_dtype: torch.dtype,
+    kv: str = "bf16",
+    lengths: tuple[int, ...] = PROMPTS,
+) -> dict[str, Any]:
+    """Time every case, then a prompt of each of `lengths` tokens; returns the document that is printed last."""
     torch.manual_seed(0)
-    bench = Bench(shape, layers, cases, state_dtype, kv)
+    bench = Bench(shape, layers, cases, state_dtype, kv, max(lengths, default=0))
     rate, flops = copy_bandwidth(bench.device), matrix_rate(bench.device)
     weights = bench.weight_bytes()
     print(f"{torch.cuda.get_device_name()}: copy {rate / 1e12:.2f} TB/s, bf16 {flops / 1e12:.0f} TFLOP/s")
@@ -260,9 +277,10 @@ def run(shape: str, layers: int, cases: list[Case], state_dtype: torch.dtype, kv
             f"{case.requests} x {case.rows:2d} rows at {case.context:6d}: {step_ms:.2f} ms (+{settle_ms:.2f} settle), "
             f"floor {floor:.2f}, {step_ms / floor:.2f}x, {kernels} kernels, {classes}"
         )
-    prompts = [bench.prompt(tokens, 2048) for tokens in PROMPTS if tokens <= bench.pages * PAGE]
-    for record in prompts:
-        print(f"prompt of {record['tokens']}: {record['ms']:.0f} ms, {record['tokens_per_s']:.0f} tokens/s")
+    prompts = []
+    for tokens in lengths:
+        prompts.append(bench.prompt(tokens, 2048))
+        print(f"prompt of {tokens}: {prompts[-1]['ms']:.0f} ms, {prompts[-1]['tokens_per_s']:.0f} tokens/s", flush=True)
     return {
         "shape": shape,
         "layers": layers,
@@ -287,10 +305,11 @@ def main(
     contexts: tuple[int, ...] = (1024, 25600),
     state_dtype: str = "float16",
     kv: str = "bf16",
+    prompts: tuple[int, ...] = PROMPTS,
 ) -> None:
-    """Run the command: one request at every row count and context, then eight requests of eight rows."""
+    """Run the command: one request at every row count and context, eight requests of eight rows, then the prompts."""
     cases = [Case(1, r, c) for c in contexts for r in rows] + [Case(8, 8, min(contexts))]
-    document = run(shape, layers, cases, getattr(torch, state_dtype), kv)
+    document = run(shape, layers, cases, getattr(torch, state_dtype), kv, prompts)
     print(json.dumps(document))
 
 
@@ -302,6 +321,7 @@ if __name__ == "__main__":
     parser.add_argument("--layers", type=int, default=64)
     parser.add_argument("--rows", default="1,5,8,16")
     parser.add_argument("--contexts", default="1024,25600")
+    parser.add_argument("--prompts", default="1024,16384", help="lengths of the prompts to prefill, or nothing")
     parser.add_argument("--state", default="float16", choices=("float16", "float32"))
     parser.add_argument("--kv", default="bf16", choices=(*TOKEN_FORMATS, "kvarn"))
     args = parser.parse_args()
@@ -312,4 +332,5 @@ if __name__ == "__main__":
         tuple(map(int, args.contexts.split(","))),
         args.state,
         args.kv,
+        tuple(map(int, filter(None, args.prompts.split(",")))),
     )

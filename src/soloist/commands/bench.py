@@ -226,11 +226,13 @@ def step(
     contexts: Annotated[str, typer.Option(help="Context lengths in tokens, comma-separated.")] = "1024,25600",
     state_dtype: Annotated[str, typer.Option(help="float32 or float16.")] = "float16",
     kv: Annotated[str, typer.Option(help="Format of keys and values: bf16, fp8, int8, kvarn.")] = "bf16",
+    prompts: Annotated[str, typer.Option(help="Lengths of the prompts to prefill, comma-separated.")] = "1024,16384",
 ) -> None:
     """One verify step on this card from inside: milliseconds against the bandwidth floor. Needs no server."""
     from soloist.bench.step import main
 
-    main(synthetic, layers, tuple(numbers(rows, "--rows")), tuple(numbers(contexts, "--contexts")), state_dtype, kv)
+    counts, lengths = tuple(numbers(rows, "--rows")), tuple(numbers(contexts, "--contexts"))
+    main(synthetic, layers, counts, lengths, state_dtype, kv, tuple(numbers(prompts, "--prompts")))
 
 
 @app.command()
